@@ -1,0 +1,151 @@
+"""Waiting entries to batches, first come first served; every entry is settled exactly once. No I/O.
+
+An entry is one image whose pixels are in the slab. It leaves the queue in a batch, or because its request gave it up.
+A batch is the longest head of the queue that fits the top tier; an entry that was in flight when a group was lost runs
+alone, so that a poison image takes nobody with it.
+"""
+
+import asyncio
+import collections
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from service.admission import Rows
+from service.errors import EncodeFailed, NonFiniteOutput
+from service.geometry import ImagePlan
+from tp import wire
+
+MAX_LOSSES = 2  # an entry in flight at this many group losses is given up as poison
+
+
+@dataclass(frozen=True, slots=True)
+class EntryTimes:
+    """Seconds that an entry spent waiting and on the workers."""
+
+    queue_s: float
+    forward_s: float
+    all_gather_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One waiting image. Its future is its one answer: times when its tokens are in the slab, else its error."""
+
+    plan: ImagePlan
+    rows: Rows
+    cost: float
+    future: "asyncio.Future[EntryTimes]"
+    num_losses: int = 0
+    submitted_at: float = field(default_factory=time.monotonic)
+    dispatched_at: float = 0.0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits for the answer."""
+        return not self.future.done()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Entries that run in one forward."""
+
+    batch_id: int
+    entries: Sequence[Entry]
+
+    @property
+    def cost(self) -> float:
+        """Patch equivalents of the whole batch."""
+        return sum(entry.cost for entry in self.entries)
+
+    def as_message(self) -> wire.Batch:
+        """What the ranks are told."""
+        return wire.Batch(
+            batch_id=self.batch_id,
+            images=[
+                wire.BatchImage(
+                    start=entry.rows.run.start, t=entry.plan.grid.t, h=entry.plan.grid.h, w=entry.plan.grid.w
+                )
+                for entry in self.entries
+            ],
+        )
+
+
+class Batcher:
+    """The one queue in front of all groups."""
+
+    def __init__(self, max_patches: int) -> None:
+        self._max_patches = max_patches
+        self._queue: collections.deque[Entry] = collections.deque()
+        self._has_entries = asyncio.Event()
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return sum(entry.is_wanted for entry in self._queue)
+
+    def submit(self, entries: Iterable[Entry]) -> None:
+        """Append entries to the queue."""
+        self._queue.extend(entries)
+        self._has_entries.set()
+
+    async def wait_for_entries(self) -> None:
+        """Until the queue may hold something."""
+        await self._has_entries.wait()
+
+    def take(self) -> PackedBatch | None:
+        """The next batch, its rows held until `settle` or `give_back`; None if nothing wanted is waiting."""
+        taken: list[Entry] = []
+        room = self._max_patches
+        while self._queue and len(taken) < wire.MAX_IMAGES_PER_BATCH:
+            entry = self._queue[0]
+            if not entry.is_wanted:
+                self._queue.popleft()
+                continue
+            if entry.plan.patches > room or (taken and (entry.num_losses or taken[0].num_losses)):
+                break
+            taken.append(self._queue.popleft())
+            room -= entry.plan.patches
+        if not self._queue:
+            self._has_entries.clear()
+        if not taken:
+            return None
+        now = time.monotonic()
+        for entry in taken:
+            entry.rows.hold()
+            entry.dispatched_at = now
+        self._next_id += 1
+        return PackedBatch(self._next_id, taken)
+
+    def settle(self, batch: PackedBatch, replies: Sequence[wire.Done]) -> None:
+        """Answer every entry of a finished batch. Times are the slowest rank's."""
+        forward_s = max(reply.forward_s for reply in replies)
+        all_gather_s = max(reply.all_gather_s for reply in replies)
+        non_finite = set(replies[0].non_finite)
+        for index, entry in enumerate(batch.entries):
+            if entry.is_wanted and index in non_finite:
+                entry.future.set_exception(NonFiniteOutput("the embedding of this image holds NaN or infinity"))
+            elif entry.is_wanted:
+                queue_s = entry.dispatched_at - entry.submitted_at
+                entry.future.set_result(EntryTimes(queue_s, forward_s, all_gather_s))
+            entry.rows.release()
+
+    def give_back(self, batch: PackedBatch) -> None:
+        """Put the entries of a lost batch at the head of the queue, to run one at a time; give up on poison."""
+        for entry in reversed(batch.entries):
+            entry.num_losses += 1
+            if entry.is_wanted and entry.num_losses >= MAX_LOSSES:
+                entry.future.set_exception(
+                    EncodeFailed(f"the worker group was lost {entry.num_losses} times while it encoded this image")
+                )
+            elif entry.is_wanted:
+                self._queue.appendleft(entry)
+                self._has_entries.set()
+            entry.rows.release()
+
+    def fail_all(self, error: Exception) -> None:
+        """Answer everything that still waits with one error."""
+        while self._queue:
+            entry = self._queue.popleft()
+            if entry.is_wanted:
+                entry.future.set_exception(error)
+        self._has_entries.clear()

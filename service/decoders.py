@@ -1,0 +1,348 @@
+"""The decode processes: started, given one task at a time and a deadline for it, killed, replaced.
+
+A call returns or raises only when no process can write for it any more: it has replied, or it is dead and reaped. That
+holds for a cancelled call too, so its caller may free the rows of the slab at once. What runs inside is
+`service.decode_process`; no image byte is looked at here. `service.engine` owns the pool.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from service import decode_process as child
+from service.body import Body, ImageBytes
+from service.errors import (
+    BY_CODE,
+    DecodeTimeout,
+    InternalError,
+    InvalidRequest,
+    NotReady,
+    ServiceError,
+    UndecodableImage,
+)
+from service.geometry import ImagePlan
+from service.header import ImageHeader
+from service.unpack import Route
+from tp.settings import Settings
+from tp.slab import Run, Slab
+from tp.spec import ProcessorSpec
+
+START_TIMEOUT_S = 60.0  # a start takes 0.3 s on an idle core
+_BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before a start, by failed ones in a row; the last one repeats
+# Private memory that a decode process may take; more is a MemoryError there. Measured peaks with Pillow 13: 60 MB before
+# any task; 16 bytes a pixel (WebP; AVIF 12, others 5 to 9); 5 bytes for each of a JSON body.
+_BASE_BYTES = 256 * 2**20
+_BYTES_PER_PIXEL = 24
+_BYTES_PER_BODY_BYTE = 8
+_ROOT = Path(__file__).parents[1]  # `service` can be imported from here, installed or not
+
+_HEADER = TypeAdapter(ImageHeader)
+_UNPACKED = TypeAdapter(child.Unpacked)
+
+log = logging.getLogger("tpvision.decoders")
+
+
+class DecoderStartError(RuntimeError):
+    """A decode process ended, or hung, before it was ready."""
+
+
+class UnpackedBody:
+    """The image files of a JSON body, in a memory file of their own, and an embeddings body's options."""
+
+    def __init__(self, body: Body, unpacked: child.Unpacked) -> None:
+        self._body = body
+        self.options = unpacked.options
+        ends = itertools.accumulate(unpacked.lengths)
+        self.images = tuple(
+            ImageBytes(body.fd, end - length, length) for end, length in zip(ends, unpacked.lengths, strict=True)
+        )
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._body.close()
+
+    def __enter__(self) -> "UnpackedBody":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class DecoderPool:
+    """A fixed number of decode processes, first come first served. Start and stop it on the main thread's loop.
+
+    (The kernel ends decode processes together with the thread that started them.)
+    """
+
+    def __init__(self, processor: ProcessorSpec, settings: Settings, slab: Slab) -> None:
+        self._num_processes = settings.image.decode_processes or max(2, len(os.sched_getaffinity(0)))
+        self._limits = settings.limits
+        self._slab = slab
+        self._start = child.Start(
+            processor,
+            slab.layout,
+            orientation=settings.image.orientation,
+            gray16=settings.image.gray16,
+            max_pixels=settings.limits.max_image_pixels,
+            max_memory_bytes=_BASE_BYTES
+            + _BYTES_PER_PIXEL * settings.limits.max_image_pixels
+            + _BYTES_PER_BODY_BYTE * settings.limits.max_body_bytes,
+        )
+        self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()  # None: stopped
+        self._processes: set[_Process] = set()
+        self._seats: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self.num_replaced = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes alive now, some of which may not be ready yet."""
+        return [process.pid for process in self._processes]
+
+    async def start(self) -> None:
+        """Start all processes and return when they are ready. Raises DecoderStartError, and leaves none then."""
+        try:
+            processes = await asyncio.gather(*(self._start_process() for _ in range(self._num_processes)))
+        except BaseException:
+            await self.stop()
+            raise
+        self._seats = [asyncio.create_task(self._keep_seat(process)) for process in processes]
+
+    async def stop(self) -> None:
+        """End all processes and wait until they are gone. Calls still in progress raise NotReady."""
+        self._is_stopping = True
+        self._idle.put_nowait(None)
+        for seat in self._seats:
+            seat.cancel()
+        for process in self._processes:
+            process.kill()
+        await asyncio.gather(
+            *self._seats, *(process.gone.wait() for process in self._processes), return_exceptions=True
+        )
+        self._processes.clear()
+
+    async def read_header(self, image: ImageBytes) -> ImageHeader:
+        """The header of an image file.
+
+        Raises UnsupportedImage, UndecodableImage, ImageTooLarge, DecodeTimeout, or NotReady while stopping.
+        """
+        return _HEADER.validate_python(await self._decode(child.HeaderTask(image.offset, image.length), image.fd))
+
+    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run) -> None:
+        """Decode an image file into the run's pixel rows. Raises what `read_header` does."""
+        await self._decode(child.WriteTask(image.offset, image.length, plan, run), image.fd)
+
+    async def unpack(self, body: Body, route: Route) -> "UnpackedBody":
+        """The images of a JSON body, which stays the caller's to close, like the result.
+
+        Raises InvalidRequest, TooManyImages, DecodeTimeout, or NotReady while stopping.
+        """
+        task = child.UnpackTask(route, body.num_bytes, self._limits.max_images_per_request)
+        with ExitStack() as undo:
+            output = undo.enter_context(Body())
+            try:
+                unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd]))
+            except _DiedError as error:
+                raise InvalidRequest(f"reading the JSON body ended the process that did it ({error})") from None
+            undo.pop_all()
+            return UnpackedBody(output, unpacked)
+
+    async def _decode(self, task: child.HeaderTask | child.WriteTask, fd: int) -> Any:
+        try:
+            return await self._run(task, [fd])
+        except _DiedError as error:
+            raise UndecodableImage(
+                f"decoding this image ended the process that did it ({error})", numbers=error.numbers
+            ) from None
+
+    async def _run(self, task: child.Task, fds: Sequence[int]) -> Any:
+        """What the child answers. Raises its ServiceError, DecodeTimeout, NotReady, or _DiedError."""
+        process = await self._send(json.dumps(asdict(task)).encode(), fds)
+        timeout_s = self._limits.decode_timeout_s
+        try:
+            reply = await process.receive(timeout_s)
+        finally:
+            if process.is_usable:
+                self._idle.put_nowait(process)
+        if reply is not None:
+            return _result(reply)
+        if process.is_late:
+            raise DecodeTimeout(f"not decoded after {timeout_s:g} s", numbers={"limit_s": timeout_s})
+        if self._is_stopping:
+            raise NotReady("the service is stopping")
+        raise _DiedError(process.exit_code)
+
+    async def _send(self, message: bytes, fds: Sequence[int]) -> "_Process":
+        """Give a task to the process that has been idle longest, when there is one."""
+        while True:
+            process = await self._idle.get()
+            if process is None:
+                self._idle.put_nowait(None)  # for the next one that waits
+                raise NotReady("the service is stopping")
+            if not process.is_usable:
+                continue  # it died idle; its seat sees to that
+            try:
+                process.send(message, fds)
+            except ConnectionError:
+                continue  # the same, seen here first
+            except OSError:
+                self._idle.put_nowait(process)
+                raise
+            return process
+
+    async def _keep_seat(self, process: "_Process") -> None:
+        """See to it that one process is there, by starting another whenever it is gone."""
+        while True:
+            self._idle.put_nowait(process)
+            await process.gone.wait()
+            reason = "killed at its deadline" if process.is_late else str(_DiedError(process.exit_code))
+            log.warning("decode process %d is gone (%s), starting another", process.pid, reason)
+            process = await self._replacement()
+            self.num_replaced += 1
+
+    async def _replacement(self) -> "_Process":
+        for num_failures in itertools.count():
+            await asyncio.sleep(_BACK_OFF_S[min(num_failures, len(_BACK_OFF_S) - 1)])
+            try:
+                return await self._start_process()
+            except (OSError, DecoderStartError) as error:
+                log.error("%s", error)
+        raise AssertionError("unreachable")
+
+    async def _start_process(self) -> "_Process":
+        process = _Process(self._slab.fd, on_gone=self._processes.discard)
+        self._processes.add(process)
+        process.send(json.dumps(asdict(self._start)).encode(), ())
+        if await process.receive(START_TIMEOUT_S) is None:
+            reason = "too slow" if process.is_late else _DiedError(process.exit_code)
+            raise DecoderStartError(f"a decode process did not start ({reason})")
+        return process
+
+
+class _DiedError(Exception):
+    """A process ended by itself in the middle of a task."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}")
+        self.numbers = {"signal": -exit_code} if exit_code < 0 else {"exit_code": exit_code}
+
+
+class _Process:
+    """One decode process and our end of its socket."""
+
+    def __init__(self, slab_fd: int, *, on_gone: Callable[["_Process"], None]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", child.__name__, str(theirs.fileno()), str(slab_fd), str(os.getpid())]
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    cwd=_ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    pass_fds=(theirs.fileno(), slab_fd),
+                    stdin=subprocess.DEVNULL,
+                )
+            except OSError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        self.pid = self._popen.pid
+        self.gone = asyncio.Event()  # dead and reaped
+        self.is_late = False  # killed at a deadline
+        self._on_gone = on_gone
+        self._socket = ours
+        self._reply: asyncio.Future[bytes | None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(ours.fileno(), self._on_readable)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is worth sending it a task."""
+        return not (self.is_late or self.gone.is_set())
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that is gone; negative for a signal."""
+        return self._popen.wait()
+
+    def send(self, message: bytes, fds: Sequence[int]) -> None:
+        """Send a message; `receive` must follow at once. Raises ConnectionError when the process has just died."""
+        socket.send_fds(self._socket, [message], fds)
+        self._reply = self._loop.create_future()
+
+    async def receive(self, timeout_s: float) -> bytes | None:
+        """The reply; None when the process is gone without one, be it killed after `timeout_s`.
+
+        A cancellation is raised only then.
+        """
+        assert self._reply is not None
+        timer = self._loop.call_later(timeout_s, self._on_late)
+        try:
+            return await _outlast(self._reply)
+        finally:
+            timer.cancel()
+
+    def kill(self) -> None:
+        """End it now. `gone` is set when that has happened."""
+        self._popen.kill()
+
+    def _on_late(self) -> None:
+        self.is_late = True
+        self.kill()
+
+    def _on_readable(self) -> None:
+        try:
+            message = self._socket.recv(child.MAX_MESSAGE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            message = b""  # it died with our message unread
+        if message and self._reply is not None and not self._reply.done():
+            self._reply.set_result(message)
+        else:
+            self._bury()
+
+    def _bury(self) -> None:
+        """At the end-of-file: the kernel closes a dead process's files last, after its memory, so waiting is short."""
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self.kill()
+        self._popen.wait()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(None)
+        self.gone.set()
+        self._on_gone(self)
+
+
+async def _outlast(future: "asyncio.Future[bytes | None]") -> bytes | None:
+    """The future's result; a cancellation on the way is kept back until it is there."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
+
+
+def _result(reply: bytes) -> Any:
+    content = json.loads(reply)
+    if "error" not in content:
+        return content["done"]
+    error = content["error"]
+    cls: type[ServiceError] = BY_CODE.get(error["code"], InternalError)
+    raise cls(error["message"], param=error["param"], numbers=error["numbers"])

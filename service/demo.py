@@ -1,0 +1,89 @@
+"""`tpvision demo`: the main job on a model that the project makes itself, with no download.
+
+Writes a seeded checkpoint in K3's layout, serves it with tensor-parallel ranks on the CPU, sends it the photograph that
+ships with the project, prints what came back, and stays up.
+"""
+
+import asyncio
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import safetensors
+from rich.console import Console
+from rich.progress import Progress
+
+from service.demo_model import write_demo_model
+from service.server import serve
+from tp.settings import load_settings
+from tp.spec import read_spec
+
+PHOTOGRAPH = Path(__file__).parent / "assets" / "photograph.jpg"
+_REQUEST_TIMEOUT_S = 300.0
+
+
+async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int, once: bool, tp: int) -> int:
+    """Make, serve, ask, print; then serve on until a signal, or exit at once. The exit status."""
+    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
+    console = Console(highlight=False, soft_wrap=True)
+    with _model_folder(out) as folder:
+        _make_model(console, folder, size)
+        flags = {"model.path": folder, "parallel.tensor": tp, "parallel.device": "cpu", "server.port": port}
+        settings = load_settings(flags=flags).settings
+        stop = asyncio.Event()
+
+        async def on_ready(url: str) -> None:
+            await _show_photograph(console, url)
+            if once:
+                stop.set()
+            else:
+                console.print("\nStill serving; end it with Ctrl-C. The same again, or with a picture of yours:\n")
+                console.print(f"  curl -s {url}/v1/encode --data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
+
+        return await serve(settings, read_spec(folder), on_ready=on_ready, stop=stop)
+
+
+@contextmanager
+def _model_folder(out: Path | None) -> Iterator[Path]:
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="tpvision-demo-") as folder:
+        yield Path(folder)
+
+
+def _make_model(console: Console, folder: Path, size: Literal["tiny", "full"]) -> None:
+    started = time.monotonic()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("making the demo model", total=None)
+        write_demo_model(
+            folder, size=size, progress=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    console.print(f"made a {size} demo model in {folder} ({time.monotonic() - started:.1f} s)")
+
+
+async def _show_photograph(console: Console, url: str) -> None:
+    started = time.monotonic()
+    async with httpx.AsyncClient(timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
+        response = await client.post(f"{url}/v1/encode", content=PHOTOGRAPH.read_bytes())
+    response.raise_for_status()
+    elapsed_s = time.monotonic() - started
+    tensors: dict[str, Any] = dict(safetensors.deserialize(response.content))
+    image = json.loads(_metadata(response.content)["images"])[0]
+    embeddings = tensors["embeddings"]
+    console.print(f"\n[bold]{PHOTOGRAPH.name}[/bold] -> merged vision tokens in {elapsed_s * 1000:.0f} ms")
+    console.print(f"  embeddings  {embeddings['dtype']} {list(embeddings['shape'])}")
+    for name in ("original_size", "encoded_size", "padded_size", "grid_thw", "patches", "num_tokens", "tier", "downscaled"):
+        console.print(f"  {name:<14}{image[name]}")
+    console.print(f"  stages (ms)   {response.headers['server-timing'].replace(';dur=', ' ')}")
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    header_bytes = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + header_bytes])["__metadata__"]  # type: ignore[no-any-return]

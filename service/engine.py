@@ -1,0 +1,337 @@
+"""The story of one image (`encode`) and of one batch (`dispatch`), and the life of everything they need.
+
+    encode:   header -> geometry -> admission -> pixels into the slab -> queue -> tokens out of the slab
+    dispatch: queue -> batch -> every rank of a group -> settle, or bury the group and give the batch back
+
+The engine owns the slab, the decode processes, the control socket and, where workers are managed, the launchers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from service.admission import Admission, Permit
+from service.batcher import Batcher, Entry
+from service.body import Body, ImageBytes
+from service.decoders import DecoderPool, UnpackedBody
+from service.errors import DeadlineExceeded, NotReady, ServiceError, WorkersLost
+from service.geometry import ImagePlan, plan_image
+from service.header import ImageHeader
+from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
+from service.tokens import Embeddings, TokenOptions, read_tokens
+from service.transport import ControlServer, GroupLost, WorkerGroup
+from service.unpack import Route
+from tp import wire
+from tp.settings import Settings
+from tp.slab import Slab, SlabLayout
+from tp.spec import ITEMSIZE, EncoderSpec
+
+log = logging.getLogger("tpvision.engine")
+
+Result = TypeVar("Result")
+State = Literal["loading", "ready", "draining", "failed"]
+
+_BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
+_STOP_TIMEOUT_S = 10.0
+_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """What a request asks for, beyond its images."""
+
+    policy: Literal["refuse", "downscale"]
+    tokens: TokenOptions
+    param: str = "images"  # what error.param calls the list of images
+    check_plans: Callable[[Sequence[ImagePlan]], None] | None = None  # the answer form's own limits, before any work
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The embeddings of one request's images, in order, and where the time went."""
+
+    embeddings: Embeddings
+    plans: Sequence[ImagePlan]
+    times_s: dict[str, float]
+
+
+class Engine:
+    """Turns images into merged tokens. One per process; built, started and stopped by `service.app`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        spec: EncoderSpec,
+        *,
+        on_progress: Callable[[int, int, wire.Progress], None] = lambda group, rank, progress: None,
+    ) -> None:
+        """`on_progress(group, rank, progress)` is called while ranks read weights."""
+        self.settings = settings
+        self.spec = spec
+        self.dtype = settings.compute_dtype(spec)
+        self.layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[self.dtype])
+        self.admission = Admission(settings.slab_patches, settings.limits)
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._on_progress = on_progress
+        self._batcher = Batcher(settings.capacity.max_patches_per_image)
+        self._launchers: dict[int, GroupLauncher] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_active = 0
+        self.ready = asyncio.Event()  # a group was ready at least once
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
+
+    @property
+    def state(self) -> State:
+        """Ready while at least one group is loaded and warm and nobody asked us to stop."""
+        if self.failure.done():
+            return "failed"
+        if self._draining:
+            return "draining"
+        return "ready" if self._ready_groups() else "loading"
+
+    @property
+    def model_name(self) -> str:
+        """The id that answers carry."""
+        assert self.settings.model.path is not None
+        return self.settings.model.name or self.settings.model.path.resolve().name
+
+    async def encode(self, images: Sequence[ImageBytes], options: EncodeOptions) -> Encoded:
+        """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image."""
+        self.check_serving()
+        entries: list[Entry] = []
+        with self._active():
+            try:
+                async with asyncio.timeout(self.settings.limits.request_timeout_s):
+                    return await self._encode(images, options, entries)
+            except TimeoutError:
+                raise self._too_late(entries) from None
+            finally:
+                for entry in entries:
+                    entry.future.cancel()  # whoever is not answered by now is not wanted any more
+
+    async def _encode(self, images: Sequence[ImageBytes], options: EncodeOptions, entries: list[Entry]) -> Encoded:
+        started = time.monotonic()
+        plans = await self._plan(images, options)
+        planned = time.monotonic()
+        with self.admission.admit([plan.patches for plan in plans], cost=self._cost(plans)) as permit:
+            await self._write_patches(images, plans, permit, options.param)
+            written = time.monotonic()
+            entries += self._make_entries(plans, permit)
+            self._batcher.submit(entries)
+            times = await _in_order([entry.future for entry in entries], options.param)
+            settled = time.monotonic()
+            embeddings = await self._read_tokens(plans, permit, options)
+        stages = {
+            "header": planned - started,
+            "decode": written - planned,
+            "queue": max(entry.queue_s for entry in times),
+            "forward": max(entry.forward_s for entry in times),
+            "all_gather": max(entry.all_gather_s for entry in times),
+            "copy": time.monotonic() - settled,
+        }
+        return Encoded(embeddings, plans, stages)
+
+    async def unpack(self, body: Body, route: Route) -> UnpackedBody:
+        """The images of a JSON body, read in a decode process; the caller closes the result."""
+        return await self._decoders.unpack(body, route)
+
+    async def dispatch(self, group: WorkerGroup) -> None:
+        """Feed one batch after another to a group, and settle them, until the group is lost."""
+        while True:
+            await _first_of(self._batcher.wait_for_entries(), group.lost.wait())
+            if group.lost.is_set():
+                await self._bury(group)
+                return
+            batch = self._batcher.take()
+            if batch is None:
+                continue
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(self.settings.limits.batch_timeout_s):
+                    replies = await group.encode(batch.as_message())
+            except (GroupLost, TimeoutError) as error:
+                group.mark_lost(str(error) or f"a batch took over {self.settings.limits.batch_timeout_s:g} s")
+                await self._bury(group)
+                self._batcher.give_back(batch)
+                return
+            self.admission.note_batch(batch.cost, time.monotonic() - started, len(self._ready_groups()))
+            self._batcher.settle(batch, replies)
+
+    async def start(self) -> None:
+        """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded."""
+        self.slab = Slab.create(self.layout)
+        log.info("slab: %d patches, %d bytes, allocated and touched", self.layout.num_patches, self.layout.total_bytes)
+        self._decoders = DecoderPool(self.spec.processor, self.settings, self.slab)
+        await self._decoders.start()
+        parallel = self.settings.parallel
+        self._control = ControlServer(
+            parallel.socket or Path(self._folder.name) / "control.sock",
+            contract=wire.contract_for(self.settings, self.spec, parallel.tensor),
+            num_groups=parallel.groups,
+            slab=self.slab,
+            on_ready=self._start_dispatching,
+            on_progress=lambda group, rank, progress: self._on_progress(group.index, rank, progress),
+        )
+        await self._control.start()
+        if parallel.workers == "managed":
+            for index in range(parallel.groups):
+                self._launchers[index] = GroupLauncher(
+                    self.settings,
+                    group=index,
+                    socket_path=self._control.path,
+                    start_timeout_s=parallel.start_timeout_s,
+                )
+                self._spawn(self._supervise(self._launchers[index]))
+
+    async def drain(self) -> None:
+        """Take nothing new; wait for what was accepted, up to the drain limit."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), self.settings.limits.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """End everything, in the order in which nobody is left writing to what is taken away."""
+        self._draining = True
+        self._batcher.fail_all(NotReady("the service is stopping"))
+        for group in self._ready_groups():
+            group.stop()
+        await asyncio.gather(*(launcher.stop(_STOP_TIMEOUT_S) for launcher in self._launchers.values()))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._control.stop()
+        await self._decoders.stop()
+        self.slab.close()
+        self._folder.cleanup()
+
+    async def _plan(self, images: Sequence[ImageBytes], options: EncodeOptions) -> list[ImagePlan]:
+        headers = await _in_order([self._decoders.read_header(image) for image in images], options.param)
+        capacity = self.settings.capacity
+        plans = []
+        for index, header in enumerate(headers):
+            try:
+                plans.append(self._plan_one(header, options.policy, capacity.patch_capacities))
+            except ServiceError as error:
+                raise error.with_param(f"{options.param}[{index}]") from None
+        if options.check_plans is not None:
+            options.check_plans(plans)
+        return plans
+
+    def _plan_one(self, header: ImageHeader, policy: Literal["refuse", "downscale"], tiers: Sequence[int]) -> ImagePlan:
+        return plan_image(header.width, header.height, self.spec.processor, tiers, policy)
+
+    async def _write_patches(
+        self, images: Sequence[ImageBytes], plans: Sequence[ImagePlan], permit: Permit, param: str
+    ) -> None:
+        work = zip(images, plans, permit.rows, strict=True)
+        await _in_order([self._decoders.write_patches(image, plan, rows.run) for image, plan, rows in work], param)
+
+    def _make_entries(self, plans: Sequence[ImagePlan], permit: Permit) -> list[Entry]:
+        loop = asyncio.get_running_loop()
+        return [
+            Entry(plan, rows, self.spec.cost(plan.patches), loop.create_future())
+            for plan, rows in zip(plans, permit.rows, strict=True)
+        ]
+
+    async def _read_tokens(self, plans: Sequence[ImagePlan], permit: Permit, options: EncodeOptions) -> Embeddings:
+        views = [
+            self.slab.tokens(rows.run, plan.grid.num_tokens) for plan, rows in zip(plans, permit.rows, strict=True)
+        ]
+        return await asyncio.to_thread(read_tokens, views, self.dtype, options.tokens, options.param)
+
+    def _too_late(self, entries: Sequence[Entry]) -> ServiceError:
+        limit_s = self.settings.limits.request_timeout_s
+        if any(entry.num_losses for entry in entries):
+            return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
+        return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
+
+    def _cost(self, plans: Sequence[ImagePlan]) -> float:
+        return sum(self.spec.cost(plan.patches) for plan in plans)
+
+    def _start_dispatching(self, group: WorkerGroup) -> None:
+        if group.index in self._launchers:
+            self._launchers[group.index].note_ready()
+        device = group.ranks[0].ready
+        assert device is not None
+        log.info("group %d is ready: %d ranks on %s", group.index, group.world_size, device.device)
+        self.ready.set()
+        for _ in range(_BATCHES_IN_FLIGHT[device.device.partition(":")[0]]):
+            self._spawn(self.dispatch(group))
+
+    async def _bury(self, group: WorkerGroup) -> None:
+        """Return once no process of a lost group can touch the slab."""
+        log.error("group %d is lost: %s", group.index, group.reason)
+        if group.index in self._launchers:
+            await self._launchers[group.index].kill()
+        await group.wait_gone()
+
+    async def _supervise(self, launcher: GroupLauncher) -> None:
+        try:
+            await launcher.run()
+        except (StartRefusedError, BudgetSpentError) as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_result(error)
+        self._batcher.fail_all(WorkersLost("the worker groups are gone and will not come back"))
+
+    def _ready_groups(self) -> list[WorkerGroup]:
+        return [group for group in self._control.groups.values() if group.ready.is_set() and not group.lost.is_set()]
+
+    def check_serving(self) -> None:
+        """Raise NotReady unless requests are taken now."""
+        state = self.state
+        if state != "ready":
+            reason = {"loading": "the workers are loading", "draining": "the service is stopping"}.get(
+                state, "it failed"
+            )
+            raise NotReady(reason, retry_after_s=_RETRY_S)
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        self._num_active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._idle.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _in_order(work: Sequence[Awaitable[Result]], param: str) -> list[Result]:
+    """All results, side by side. Raises the error of the first bad one by index, when every one has ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    good: list[Result] = []
+    for index, result in enumerate(results):
+        if isinstance(result, ServiceError):
+            raise result.with_param(f"{param}[{index}]")
+        if isinstance(result, BaseException):
+            raise result
+        good.append(result)
+    return good
+
+
+async def _first_of(*work: Coroutine[Any, Any, object]) -> None:
+    """Until one of them is done; the others are cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,178 @@
+"""Starts torchrun for one worker group, watches it, and starts it again with back-off and a budget.
+
+torchrun runs in a session of its own, so that a terminal's Ctrl-C reaches the front-end first, and with
+`--max-restarts 0`: it has no back-off, and it exits 1 whatever the ranks' codes were. Used by `tpvision serve` for its
+own groups and by `tpvision worker` for a front-end elsewhere.
+"""
+
+import asyncio
+import collections
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp.settings import Settings, as_environ
+
+log = logging.getLogger("tpvision.launcher")
+
+_BACK_OFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
+_SHUTDOWN_GRACE_S = 5
+
+
+class StartRefusedError(RuntimeError):
+    """The ranks cannot start as configured, and would end the same way again."""
+
+
+class BudgetSpentError(RuntimeError):
+    """The group was lost too often within the window; the text ends with the root cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootCause:
+    """What torchrun reports as the first failure."""
+
+    text: str
+    is_fatal: bool
+
+
+class GroupLauncher:
+    """One worker group's torchrun, over its incarnations. `run` is its life; the other methods end one or all."""
+
+    def __init__(self, settings: Settings, *, group: int, socket_path: Path, start_timeout_s: float | None) -> None:
+        """`start_timeout_s`: an incarnation without `note_ready` for so long is lost; None where nobody can tell."""
+        self._settings = settings
+        self._start_timeout_s = start_timeout_s
+        self._group = group
+        self._socket_path = socket_path
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+        self._losses: collections.deque[float] = collections.deque()
+        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
+        self._is_ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Launch and relaunch until `stop`. Raises StartRefusedError or BudgetSpentError.
+
+        Must be awaited on the main thread: the children die with the thread that started them.
+        """
+        try:
+            while not self._stopping.is_set():
+                code = await self._launch_once()
+                if self._stopping.is_set():
+                    return
+                if code == 0:
+                    log.info("group %d was told to stop by its front-end; starting it again", self._group)
+                    continue
+                cause = self._read_root_cause(code)
+                if cause.is_fatal:
+                    raise StartRefusedError(cause.text)
+                await self._back_off(cause)
+        finally:
+            await self.kill()
+            self._folder.cleanup()
+
+    def note_ready(self) -> None:
+        """This incarnation is ready: its start can no longer time out."""
+        self._is_ready.set()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Wait for torchrun to end by itself (its ranks were told to stop); after `timeout_s`, end it."""
+        self._stopping.set()
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End this incarnation at once, stopped ranks included, and wait until torchrun is reaped."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)  # the ranks get theirs from the kernel: tp.process.die_with_parent
+        await process.wait()
+
+    async def _launch_once(self) -> int:
+        self._error_file.unlink(missing_ok=True)
+        self._is_ready.clear()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        guard = asyncio.create_task(self._kill_unless_ready())
+        try:
+            return await self._process.wait()
+        finally:
+            guard.cancel()
+
+    async def _kill_unless_ready(self) -> None:
+        try:
+            await asyncio.wait_for(self._is_ready.wait(), self._start_timeout_s)
+        except TimeoutError:
+            log.error("group %d was not ready within %g s", self._group, self._start_timeout_s)
+            await self.kill()
+
+    async def _back_off(self, cause: RootCause) -> None:
+        limits = self._settings.parallel
+        now = time.monotonic()
+        self._losses.append(now)
+        while now - self._losses[0] > limits.restart_window_s:
+            self._losses.popleft()
+        if len(self._losses) > limits.max_restarts:
+            raise BudgetSpentError(
+                f"group {self._group} was lost {len(self._losses)} times within {limits.restart_window_s:g} s; "
+                f"root cause: {cause.text}"
+            )
+        delay_s = _BACK_OFF_S[min(len(self._losses), len(_BACK_OFF_S)) - 1]
+        log.warning("group %d was lost (%s); starting it again in %g s", self._group, cause.text, delay_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    def _command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "tp.launch", str(os.getpid())),
+            *("--standalone", "--nproc-per-node", str(self._settings.parallel.tensor), "--max-restarts", "0"),
+            *("--shutdown-timeout", str(_SHUTDOWN_GRACE_S), "--log-dir", self._folder.name),
+            *("-m", "tp.worker", "--socket", str(self._socket_path), "--group", str(self._group)),
+        ]
+
+    def _environ(self) -> dict[str, str]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TPVISION_")}
+        environ |= as_environ(self._settings)
+        environ["OMP_NUM_THREADS"] = str(self._threads)  # torchrun would set 1 and warn
+        environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
+        environ["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
+        if self._settings.parallel.device != "cpu":
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(environ.get("CUDA_VISIBLE_DEVICES")))
+        return environ
+
+    def _devices(self, visible: str | None) -> list[str]:
+        size = self._settings.parallel.tensor
+        names = (
+            visible.split(",") if visible else [str(index) for index in range(size * self._settings.parallel.groups)]
+        )
+        return names[self._group * size : (self._group + 1) * size]
+
+    @property
+    def _threads(self) -> int:
+        parallel = self._settings.parallel
+        return parallel.threads or max(1, len(os.sched_getaffinity(0)) // (parallel.tensor * parallel.groups))
+
+    @property
+    def _error_file(self) -> Path:
+        return Path(self._folder.name) / "error.json"
+
+    def _read_root_cause(self, code: int) -> RootCause:
+        try:
+            message = json.loads(self._error_file.read_bytes())["message"]
+            text = message if isinstance(message, str) else str(message["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return RootCause(f"torchrun ended with status {code} and left no error file", is_fatal=False)
+        name, _, reason = text.partition(": ")
+        return RootCause(reason, is_fatal=True) if name == "FatalStartError" else RootCause(text, is_fatal=False)

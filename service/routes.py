@@ -1,0 +1,279 @@
+"""HTTP handlers: read the request, call `Engine.encode`, shape the answer. No image byte is looked at here."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from service import schemas
+from service.admission import HeldBytes
+from service.body import ImageBytes, receive_body, receive_multipart
+from service.decoders import UnpackedBody
+from service.engine import Encoded, EncodeOptions, Engine
+from service.errors import InvalidRequest, ModelNotFound, Unauthorized
+from service.geometry import ImagePlan, effective_policy
+from service.keys import KeyRing
+from service.openapi import EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, error_responses
+from service.tokens import TokenOptions
+from tp.spec import ITEMSIZE, Dtype
+
+Result = TypeVar("Result")
+
+
+class PolicyQuery(BaseModel):
+    """Options of every route that takes images."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    oversize: Literal["refuse", "downscale"] | None = Field(
+        None, description="What happens to an image over the top tier; default and permission are the operator's."
+    )
+    normalize: bool = Field(False, description="Scale every vector of the answer to unit length.")
+
+
+class EncodeQuery(PolicyQuery):
+    """Options of POST /v1/encode."""
+
+    dtype: Dtype | None = Field(
+        None, description="Default: the compute dtype, but float32 in JSON, in npy and for pooled vectors."
+    )
+    output: Literal["tokens", "pooled"] = Field("tokens", description="All merged tokens, or their mean in float32.")
+    encoding_format: Literal["float", "base64"] = Field("float", description="How JSON holds the numbers.")
+
+
+class GoneError(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+class PartsResponse(Response):
+    """A body sent piece by piece, without joining the pieces; `on_end` is called when it is sent or given up."""
+
+    def __init__(self, answer: schemas.Answer, headers: dict[str, str], on_end: Callable[[], None]) -> None:
+        super().__init__(media_type=answer.media_type, headers={**answer.headers, **headers})
+        self.headers["content-length"] = str(answer.num_bytes)
+        self._parts = answer.parts
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: the start message, then one body message a piece."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for part in self._parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._on_end()
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """The images of one request, and what an embeddings body asks for beside them."""
+
+    images: Sequence[ImageBytes]
+    unpacked: UnpackedBody | None
+
+
+def engine_of(request: Request) -> Engine:
+    """The process's one engine."""
+    return request.app.state.engine  # type: ignore[no-any-return]
+
+
+def check_key(request: Request) -> None:
+    """Raise Unauthorized unless no keys are configured or the Bearer token is one of them."""
+    keys: KeyRing | None = request.app.state.keys
+    if keys is None:
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not keys.holds(token.strip()):
+        raise Unauthorized("this service needs an API key, as `Authorization: Bearer KEY`")
+
+
+router = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+
+
+@router.post("/encode", responses=error_responses(), openapi_extra=ENCODE_OPENAPI, response_class=Response)
+async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Response:
+    """Merged vision tokens of one or several images.
+
+    The body is one raw image (any content type but the other two), a multipart form of files, or JSON. `Accept` picks
+    the form of the answer: safetensors (default), octet-stream, npy (one image) or JSON.
+    """
+    engine = engine_of(request)
+    form = schemas.choose_form(request.headers.get("accept"))
+    pooled = query.output == "pooled"
+    dtype = query.dtype or ("float32" if pooled else schemas.default_dtype(form, engine.dtype))
+    schemas.check_form(form, dtype)
+    check_plans = _size_check(engine, form, dtype, pooled=pooled, encoding=query.encoding_format)
+    async with _receive(request, "encode") as intake:
+        options = EncodeOptions(
+            policy=_policy(engine, query),
+            tokens=TokenOptions(dtype, pooled, query.normalize),
+            check_plans=check_plans,
+        )
+        encoded = await _unless_gone(request, engine.encode(intake.images, options))
+    context = _context(request, engine)
+    return await _respond(
+        request,
+        encoded,
+        lambda: schemas.encode_embeddings(form, encoded.embeddings, encoded.plans, context, query.encoding_format),
+    )
+
+
+@router.post("/embeddings", responses=error_responses(), openapi_extra=EMBEDDINGS_OPENAPI, response_class=Response)
+async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -> Response:
+    """OpenAI's embeddings API over images: one mean vector an image, or with `pooling: none` its matrix of tokens."""
+    engine = engine_of(request)
+    async with _receive(request, "embeddings") as intake:
+        assert intake.unpacked is not None and intake.unpacked.options is not None
+        asked = intake.unpacked.options
+        _check_model(engine, asked.model)
+        if asked.dimensions not in (None, engine.spec.text_hidden_size):
+            raise InvalidRequest(
+                f"this model's embeddings have {engine.spec.text_hidden_size} dimensions and cannot be shortened",
+                param="dimensions",
+                numbers={"dimensions": engine.spec.text_hidden_size},
+            )
+        pooled = asked.pooling == "mean"
+        options = EncodeOptions(
+            policy=_policy(engine, query),
+            tokens=TokenOptions("float32", pooled, query.normalize),
+            param="input",
+            check_plans=_size_check(
+                engine, "application/json", "float32", pooled=pooled, encoding=asked.encoding_format
+            ),
+        )
+        encoded = await _unless_gone(request, engine.encode(intake.images, options))
+    context = _context(request, engine)
+    return await _respond(
+        request,
+        encoded,
+        lambda: schemas.openai_embeddings(encoded.embeddings, encoded.plans, context, asked.encoding_format),
+    )
+
+
+@router.get("/models", responses=error_responses(401))
+async def models(request: Request) -> dict[str, Any]:
+    """The one model served, in OpenAI's shape."""
+    engine = engine_of(request)
+    model = {
+        "id": engine.model_name,
+        "object": "model",
+        "created": int(request.app.state.started_at),
+        "owned_by": "tpvision",
+        "model_type": engine.spec.model_type,
+        "dtype": engine.dtype,
+        "dimensions": engine.spec.text_hidden_size,
+    }
+    return {"object": "list", "data": [model]}
+
+
+@router.get("/capacity", responses=error_responses(401))
+async def capacity(request: Request) -> dict[str, Any]:
+    """Tiers, policy, memory per rank, legal world sizes, and what is in flight."""
+    return engine_of(request).describe_capacity()
+
+
+@contextlib.asynccontextmanager
+async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> AsyncIterator[Intake]:
+    """The request's images in memory files that live as long as the block."""
+    engine = engine_of(request)
+    engine.check_serving()
+    limits = engine.settings.limits
+    started = time.monotonic()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(HeldBytes(engine.admission))
+        if content_type == "multipart/form-data" and route == "encode":
+            body, parts = await receive_multipart(
+                request,
+                max_bytes=limits.max_body_bytes,
+                max_images=limits.max_images_per_request,
+                timeout_s=limits.body_timeout_s,
+                on_bytes=held.add,
+            )
+            stack.enter_context(body)
+            intake = Intake([part.image for part in parts], None)
+        else:
+            body = stack.enter_context(
+                await receive_body(
+                    request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, on_bytes=held.add
+                )
+            )
+            if body.num_bytes == 0:
+                raise InvalidRequest("the body is empty")
+            if content_type == "application/json" or route == "embeddings":
+                unpacked = await engine.unpack(body, route)
+                stack.enter_context(unpacked)
+                intake = Intake(unpacked.images, unpacked)
+            else:
+                intake = Intake([body.image], None)
+        request.state.receive_s = time.monotonic() - started
+        yield intake
+
+
+async def _respond(request: Request, encoded: Encoded, make: Callable[[], schemas.Answer]) -> Response:
+    started = time.monotonic()
+    answer = await asyncio.to_thread(make)
+    times_s = {"receive": request.state.receive_s, **encoded.times_s, "encode": time.monotonic() - started}
+    timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in times_s.items())
+    held = HeldBytes(engine_of(request).admission)
+    held.add_unchecked(answer.num_bytes)  # it is computed: refusing it now would help nobody
+    return PartsResponse(answer, {"server-timing": timing}, held.release)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled as soon as the client hangs up. Raises GoneError then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hang_up(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise GoneError
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hang_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _size_check(
+    engine: Engine, form: schemas.Form, dtype: Dtype, *, pooled: bool, encoding: schemas.EncodingFormat
+) -> Callable[[Sequence[ImagePlan]], None]:
+    return lambda plans: schemas.check_size(
+        form,
+        plans,
+        hidden=engine.spec.text_hidden_size,
+        itemsize=ITEMSIZE[dtype],
+        pooled=pooled,
+        encoding=encoding,
+        limit=engine.settings.limits.max_json_bytes,
+    )
+
+
+def _policy(engine: Engine, query: PolicyQuery) -> Literal["refuse", "downscale"]:
+    capacity = engine.settings.capacity
+    return effective_policy(capacity.policy, capacity.allow_override, query.oversize)
+
+
+def _check_model(engine: Engine, name: str | None) -> None:
+    if name not in (None, engine.model_name):
+        raise ModelNotFound(f"this service serves {engine.model_name}", param="model")
+
+
+def _context(request: Request, engine: Engine) -> schemas.AnswerContext:
+    return schemas.AnswerContext(request.state.request_id, engine.model_name)
+
+
+__all__ = ["ClientDisconnect", "GoneError", "router"]

@@ -1,0 +1,272 @@
+"""JSON request bodies: what they may hold, and how their images become bytes. Pure.
+
+`unpack_encode` and `unpack_embeddings` run in a decode process (`service.decode_process`), because a body may be 64 MiB
+of base64; the models here also describe both bodies in the OpenAPI document. Bytes are not looked at: whether they are
+an image is `service.image`'s question. Nothing is ever fetched, and no message repeats what the client sent.
+"""
+
+import binascii
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from service.errors import InvalidRequest, TooManyImages
+
+# JSON values a body may hold, counted by its separators. The parser makes an object of each, 50 to 250 bytes, so that
+# 64 MiB of `[],[],…` would become gigabytes. An honest request has a handful for each image.
+MAX_JSON_VALUES = 200_000
+MAX_MODEL_CHARS = 256  # also keeps the decode process's reply small
+_SHOWN_CHARS = 64  # of an unknown field's name
+
+_SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
+_URLSAFE = str.maketrans("-_", "+/")
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+EncodingFormat = Literal["float", "base64"]
+Pooling = Literal["mean", "none"]
+Route = Literal["encode", "embeddings"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+ImageText = Annotated[
+    str,
+    Field(
+        description="The image file as base64 (standard or URL-safe, padding optional) or as a data URI with ;base64.",
+        examples=["data:image/png;base64,iVBORw0KGgo…"],
+    ),
+]
+
+
+class ImageUrl(_Strict):
+    """OpenAI's wrapper around a URL."""
+
+    url: ImageText
+
+
+def _url_tag(value: Any) -> str:
+    return "<ImageUrl>" if isinstance(value, dict) else "<str>"
+
+
+def _item_tag(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<str>"
+    if not isinstance(value, dict):
+        return None
+    if "type" not in value:
+        return "<ImageItem>" if "image" in value else None
+    return {"image": "<DataItem>", "image_url": "<UrlItem>"}.get(str(value["type"]))
+
+
+# A tag becomes a part of pydantic's error locations; the brackets let `_param` leave it out.
+_TAGS = ("<str>", "<ImageUrl>", "<DataItem>", "<UrlItem>", "<ImageItem>")
+Url = Annotated[
+    Annotated[ImageText, Tag("<str>")] | Annotated[ImageUrl, Tag("<ImageUrl>")],
+    Discriminator(_url_tag),
+]
+
+
+class DataItem(_Strict):
+    """An image as `{"type": "image", "data": …}`."""
+
+    type: Literal["image"]
+    data: ImageText
+
+    @property
+    def text(self) -> str:
+        """Its base64 or data URI."""
+        return self.data
+
+
+class UrlItem(_Strict):
+    """An image as `{"type": "image_url", "url": …}`, or OpenAI's `image_url` in place of `url`. Only data URIs."""
+
+    type: Literal["image_url"]
+    url: Url | None = None
+    image_url: Url | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "UrlItem":
+        if (self.url is None) == (self.image_url is None):
+            raise ValueError("exactly one of url and image_url is needed")
+        return self
+
+    @property
+    def text(self) -> str:
+        """Its base64 or data URI."""
+        url = self.url or self.image_url or ""
+        return url if isinstance(url, str) else url.url
+
+
+class ImageItem(_Strict):
+    """An image as `{"image": …}`, the shape that Jina's clients send."""
+
+    image: ImageText
+
+    @property
+    def text(self) -> str:
+        """Its base64 or data URI."""
+        return self.image
+
+
+Item = Annotated[
+    Annotated[ImageText, Tag("<str>")]
+    | Annotated[DataItem, Tag("<DataItem>")]
+    | Annotated[UrlItem, Tag("<UrlItem>")]
+    | Annotated[ImageItem, Tag("<ImageItem>")],
+    Discriminator(_item_tag),
+]
+
+
+class EncodeBody(_Strict):
+    """JSON body of POST /v1/encode. Options are in the query."""
+
+    images: list[Item] = Field(min_length=1, description="Images, answered in this order, all or none.")
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+class EmbeddingsBody(_Strict):
+    """JSON body of POST /v1/embeddings, in OpenAI's shape."""
+
+    input: Annotated[list[Item], BeforeValidator(_as_list, json_schema_input_type=Item | list[Item])] = Field(
+        min_length=1, description="One image or a list of images, answered in this order, all or none."
+    )
+    model: str | None = Field(None, max_length=MAX_MODEL_CHARS, description="The served model's id, or nothing.")
+    encoding_format: EncodingFormat | None = Field(
+        None, description="float (default): lists of numbers. base64: little-endian float32."
+    )
+    dimensions: int | None = Field(None, ge=1, description="Only the model's own width is accepted.")
+    pooling: Pooling = Field("mean", description="mean: one vector an image. none: its matrix of merged tokens.")
+    user: str | None = Field(None, description="Ignored.")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsOptions:
+    """What an embeddings request asks for beside its images; None where it says nothing."""
+
+    model: str | None
+    encoding_format: EncodingFormat
+    dimensions: int | None
+    pooling: Pooling
+
+
+def unpack_encode(body: bytes, *, max_images: int) -> list[bytes]:
+    """The image files of a /v1/encode body, in order.
+
+    Raises InvalidRequest, or TooManyImages before any of them is decoded; `param` names the image or field.
+    """
+    request = _validate(EncodeBody, body, key="images", max_images=max_images)
+    return _decode_items(request.images, key="images")
+
+
+def unpack_embeddings(body: bytes, *, max_images: int) -> tuple[list[bytes], EmbeddingsOptions]:
+    """The image files and options of a /v1/embeddings body. Raises like `unpack_encode`."""
+    request = _validate(EmbeddingsBody, body, key="input", max_images=max_images)
+    options = EmbeddingsOptions(request.model, request.encoding_format or "float", request.dimensions, request.pooling)
+    return _decode_items(request.input, key="input"), options
+
+
+def decode_base64(text: str) -> bytes:
+    """Bytes of a data URI or of plain base64. Raises InvalidRequest on anything else, and when there are none."""
+    scheme = _SCHEME.match(text)
+    if scheme is not None:
+        if scheme[1].lower() != "data":
+            raise InvalidRequest("URL fetching is off: send the image itself, as base64 or as a data URI")
+        text = _data_uri_payload(text)
+    text = "".join(text.split()).translate(_URLSAFE)
+    digits = text.rstrip("=")
+    if len(digits) % 4 == 1 or len(text) - len(digits) > 2:
+        raise InvalidRequest(f"not base64: {len(digits)} digits with {len(text) - len(digits)} of padding cannot be")
+    try:
+        data = binascii.a2b_base64(digits + "=" * (-len(digits) % 4), strict_mode=True)
+    except ValueError:  # binascii.Error, or a character outside ASCII
+        raise InvalidRequest("not base64: the text has characters outside its alphabet") from None
+    if not data:
+        raise InvalidRequest("an image without a single byte")
+    return data
+
+
+def _data_uri_payload(uri: str) -> str:
+    head, comma, payload = uri.partition(",")
+    if not comma:
+        raise InvalidRequest("a data URI needs a comma before its data")
+    if "base64" not in (parameter.strip().lower() for parameter in head.split(";")[1:]):
+        raise InvalidRequest("a data URI needs ;base64 before its comma")
+    return payload
+
+
+def _decode_items(items: Iterable[str | DataItem | UrlItem | ImageItem], *, key: str) -> list[bytes]:
+    images = []
+    for index, item in enumerate(items):
+        try:
+            images.append(decode_base64(item if isinstance(item, str) else item.text))
+        except InvalidRequest as error:
+            raise error.with_param(f"{key}[{index}]") from None
+    return images
+
+
+def _validate(model: type[_Body], body: bytes, *, key: str, max_images: int) -> _Body:
+    tree = _parse(body)
+    images = tree.get(key)
+    if isinstance(images, list) and len(images) > max_images:
+        raise TooManyImages(
+            f"{len(images)} images in one request; the limit is {max_images}",
+            param=key,
+            numbers={"num_images": len(images), "limit": max_images},
+        )
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    if sum(body.count(separator) for separator in (b",", b":", b"[", b"{")) > MAX_JSON_VALUES:
+        raise InvalidRequest(f"the JSON body holds more than {MAX_JSON_VALUES} values")
+    try:
+        tree = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON, from character {error.pos} on") from None
+    if not isinstance(tree, dict):
+        raise InvalidRequest("the JSON body must be an object")
+    return tree
+
+
+def _explain(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False)[0]
+    return InvalidRequest(_message(first["type"], first["msg"], first["input"]), param=_param(first["loc"]))
+
+
+_MESSAGES: dict[str, str] = {
+    "extra_forbidden": "unknown field",
+    "missing": "this field is required",
+    "too_short": "at least one image is needed",
+    "union_tag_not_found": "not an image: send base64, a data URI, or an object of type image or image_url",
+}
+
+
+def _message(kind: str, message: str, value: Any) -> str:
+    if kind == "union_tag_not_found" and isinstance(value, dict) and value.get("type") == "video_chunk":
+        return "this service takes images only: video chunks are not supported yet"
+    return _MESSAGES.get(kind, message.removeprefix("Value error, "))
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """`images[3].foo` of pydantic's ("images", 3, "<DataItem>", "foo")."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in _TAGS:
+            path += f".{part[:_SHOWN_CHARS]}" if path else part[:_SHOWN_CHARS]
+    return path

@@ -1,0 +1,39 @@
+"""`tpvision worker`: one worker group for a front-end in another container, kept running until it is told to stop.
+
+The front-end's socket lies in a folder that both containers see. The group is restarted with the launcher's back-off
+and budget, also while the front-end itself restarts. On SIGTERM it serves until its front-end hangs up, at most for the
+drain limit, because both may have been signalled together and the front-end drains; a second SIGTERM ends it now.
+"""
+
+import asyncio
+import logging
+import signal
+
+from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
+from tp.settings import Settings, SettingsError
+
+log = logging.getLogger("tpvision.worker_host")
+
+
+async def host_workers(settings: Settings, group: int) -> int:
+    """Run the group; the exit status. Raises SettingsError without a socket to connect to."""
+    if settings.parallel.socket is None:
+        raise SettingsError("parallel.socket is not set: name the front-end's control socket with --socket")
+    launcher = GroupLauncher(settings, group=group, socket_path=settings.parallel.socket, start_timeout_s=None)
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(launcher.run())
+    stopping: list[asyncio.Task[None]] = []
+
+    def on_signal() -> None:
+        timeout_s = 0 if stopping else settings.limits.drain_timeout_s
+        stopping.append(loop.create_task(launcher.stop(timeout_s)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await running
+    except (StartRefusedError, BudgetSpentError) as error:
+        log.error("the worker group failed: %s", error)
+        return 1
+    await asyncio.gather(*stopping)
+    return 0

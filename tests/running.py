@@ -1,0 +1,69 @@
+"""A real service in a process of its own, for tests; and where the test data lies."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+GOLDEN = DATA / "golden"
+START_TIMEOUT_S = 90.0
+
+
+class RunningService:
+    """A `tpvision serve` process of its own, ready to answer; `log` grows as it writes."""
+
+    def __init__(self, arguments: list[str], environ: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--device", "cpu", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **(environ or {})}, stderr=subprocess.PIPE, text=True
+        )
+        self.log: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read_log)
+        self._reader.start()
+
+    def wait_ready(self) -> "RunningService":
+        if not self._ready.wait(START_TIMEOUT_S) or not self.url:
+            self.stop()
+            pytest.fail("the service did not become ready:\n" + "".join(self.log))
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        return self
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            code = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        if hasattr(self, "client"):
+            self.client.close()
+        return code
+
+    def encode(self, content: bytes, **query: str) -> httpx.Response:
+        return self.client.post("/v1/encode", content=content, params=query)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"ready at (http://\S+):", line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()  # it ended: whoever waits looks at `url`
+
+
+REFERENCE_IMAGES = {"TPVISION_IMAGE__ORIENTATION": "ignore", "TPVISION_IMAGE__GRAY16": "reference"}

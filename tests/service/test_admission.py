@@ -1,0 +1,85 @@
+"""Admission: rows, bytes and queue length, granted at once or refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.admission import Admission, HeldBytes, RowAllocator
+from service.errors import Overloaded, RequestTooLarge
+from tp.settings import LimitSettings
+
+
+def test_all_runs_of_a_request_or_none() -> None:
+    allocator = RowAllocator(16)
+    assert allocator.allocate([8, 12]) is None
+    assert allocator.num_free == 16
+    assert [run.start for run in allocator.allocate([8, 4]) or []] == [0, 8]
+
+
+def test_freed_neighbours_merge() -> None:
+    allocator = RowAllocator(12)
+    runs = allocator.allocate([4, 4, 4]) or []
+    for index in (0, 2, 1):
+        allocator.free(runs[index])
+    assert allocator.allocate([12]) is not None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 8)), max_size=60))
+def test_runs_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]]) -> None:
+    allocator = RowAllocator(64)
+    held = []
+    for is_allocation, size in steps:
+        if is_allocation:
+            held += allocator.allocate([4 * size]) or []
+        elif held:
+            allocator.free(held.pop(size % len(held)))
+        rows = [row for run in held for row in range(run.start, run.end)]
+        assert len(rows) == len(set(rows))
+        assert allocator.num_free == 64 - len(rows)
+    for run in held:
+        allocator.free(run)
+    assert allocator.allocate([64]) is not None
+
+
+def test_rows_are_free_when_the_last_holder_lets_go() -> None:
+    admission = Admission(16, LimitSettings())
+    with admission.admit([16], cost=16) as permit:
+        permit.rows[0].hold()  # a batch on the workers
+    assert admission.allocator.num_free == 0
+    permit.rows[0].release()
+    assert admission.allocator.num_free == 16
+
+
+def test_a_request_over_the_slab_is_not_an_overload() -> None:
+    with pytest.raises(RequestTooLarge) as caught, Admission(16, LimitSettings()).admit([12, 8], cost=20):
+        pass
+    assert caught.value.numbers == {"patches": 20, "limit": 16}
+
+
+def test_a_full_slab_is_refused_with_a_time_to_come_back() -> None:
+    admission = Admission(16, LimitSettings())
+    with admission.admit([16], cost=16), pytest.raises(Overloaded) as caught, admission.admit([4], cost=4):
+        pass
+    assert caught.value.retry_after_s == 1
+
+
+def test_a_long_queue_is_refused_at_the_measured_rate() -> None:
+    admission = Admission(64, LimitSettings(max_queue_s=10))
+    admission.note_batch(cost=4, seconds=2, num_groups=1)  # 2 a second
+    with admission.admit([4], cost=100):
+        assert admission.expected_wait_s() == 50
+        with pytest.raises(Overloaded) as caught, admission.admit([4], cost=4):
+            pass
+    assert caught.value.retry_after_s == 50
+    with admission.admit([4], cost=4):  # and the queue is empty again
+        assert admission.queued_cost == 4
+
+
+def test_bytes_count_until_released() -> None:
+    admission = Admission(16, LimitSettings(max_inflight_bytes=100))
+    with HeldBytes(admission) as held:
+        held.add(60)
+        held.add_unchecked(30)
+        with HeldBytes(admission) as other, pytest.raises(Overloaded):
+            other.add(20)
+    assert admission.bytes_in_flight == 0

@@ -1,0 +1,216 @@
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from service.errors import InvalidRequest, ServiceError, TooManyImages
+from service.unpack import (
+    MAX_JSON_VALUES,
+    EmbeddingsBody,
+    EmbeddingsOptions,
+    EncodeBody,
+    decode_base64,
+    unpack_embeddings,
+    unpack_encode,
+)
+
+ABC = "QUJD"  # base64 of b"ABC"
+
+
+def encode(*items: Any, max_images: int = 4) -> list[bytes]:
+    return unpack_encode(json.dumps({"images": items}).encode(), max_images=max_images)
+
+
+def embeddings(**fields: Any) -> tuple[list[bytes], EmbeddingsOptions]:
+    return unpack_embeddings(json.dumps(fields).encode(), max_images=4)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        ABC,
+        f"data:image/png;base64,{ABC}",
+        f"DATA:IMAGE/PNG;name=a.png;BASE64,{ABC}",
+        f"data:image/png;charset=utf-8;base64,{ABC}",
+        f"data:image/png;base64;charset=utf-8,{ABC}",
+        f"data:;base64,{ABC}",
+        {"type": "image", "data": ABC},
+        {"type": "image_url", "url": f"data:;base64,{ABC}"},
+        {"type": "image_url", "url": {"url": ABC}},
+        {"type": "image_url", "image_url": {"url": ABC}},
+        {"image": ABC},
+    ],
+)
+def test_every_form_of_an_item(item: Any) -> None:
+    assert encode(item) == [b"ABC"]
+    assert embeddings(input=item)[0] == [b"ABC"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("QUI", b"AB"), ("QUI=", b"AB"), ("QQ", b"A"), ("QQ=", b"A"), ("QU\n JD\r\n", b"ABC"), ("_-8", b"\xff\xef")],
+)
+def test_base64_without_padding_with_whitespace_and_url_safe(text: str, expected: bytes) -> None:
+    assert decode_base64(text) == expected
+
+
+@pytest.mark.parametrize("text", ["A", "QUJDA", "QQ===", "Q=JD", "QU.D", "ÄÖÜß", "a cat, sitting"])
+def test_what_is_not_base64_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_base64(text)
+    assert text not in caught.value.message
+
+
+@pytest.mark.parametrize("uri", ["data:,x", "data:image/png,QUJD", "data:image/png;base64", "data:x;base64=1,QUJD"])
+def test_data_uri_without_comma_or_base64_is_refused(uri: str) -> None:
+    with pytest.raises(InvalidRequest, match="data URI"):
+        encode(uri)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1/a.png", " https://x/", "file:///etc/hostname", "ftp://x", "HTTP:x", "blob:x", "s3://a/b"]
+)
+def test_urls_are_never_fetched(url: str) -> None:
+    for item in (url, {"type": "image_url", "url": url}, {"image": url}):
+        with pytest.raises(InvalidRequest, match="URL fetching is off"):
+            encode(item)
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "image", "data": ABC, "foo": 1}, "images[1].foo"),
+        ({"type": "image", "data": 3}, "images[1].data"),
+        ({"type": "image"}, "images[1].data"),
+        ({"type": "image_url", "url": {"url": ABC, "detail": "low"}}, "images[1].url.detail"),
+        ({"type": "image_url", "url": ABC, "image_url": ABC}, "images[1]"),
+        ({"type": "image_url"}, "images[1]"),
+        ({"type": ["image"], "data": ABC}, "images[1]"),
+        ({"text": "a cat"}, "images[1]"),
+        ({}, "images[1]"),
+        ("", "images[1]"),
+        ("data:;base64,", "images[1]"),
+        ([], "images[1]"),
+        (None, "images[1]"),
+    ],
+)
+def test_param_names_the_bad_place(item: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        encode(ABC, item)
+    assert caught.value.param == param
+
+
+def test_video_chunks_are_named_as_unsupported() -> None:
+    with pytest.raises(InvalidRequest, match="video"):
+        encode({"type": "video_chunk", "frames": [ABC]})
+
+
+def test_too_many_images_is_told_before_they_are_looked_at() -> None:
+    with pytest.raises(TooManyImages) as caught:
+        encode(*["not base64!"] * 5)
+    assert caught.value.numbers == {"num_images": 5, "limit": 4}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x89PNG\r\n\x1a\n",
+        b"[]",
+        b"null",
+        b'"images"',
+        b"{}",
+        b'{"images": null}',
+        b'{"images": []}',
+        b'{"images": "QUJD"}',
+        b'{"images": NaN}',
+        b'{"images": ["QUJD"], "x": Infinity}',
+        b'{"images": ["QUJD"], "dtype": "float32"}',
+        b'{"images": ["\xff"]}',
+        b'{"images": ["\\ud800"]}',
+        b'{"images": ["QUJD"]} x',
+        b"[" * 100_000,
+        b'{"images":' * 100_000,
+        b'{"images": [' + b"[]," * MAX_JSON_VALUES + b"[]]}",
+    ],
+)
+def test_malformed_encode_bodies(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        unpack_encode(body, max_images=MAX_JSON_VALUES * 2)
+
+
+def test_last_of_duplicate_keys_wins() -> None:
+    assert unpack_encode(b'{"images": ["QUJD"], "images": ["QUI"]}', max_images=1) == [b"AB"]
+
+
+def test_embeddings_options() -> None:
+    images, options = embeddings(
+        input=[ABC, {"image": ABC}], model="k3", encoding_format="base64", dimensions=8, pooling="none", user="u"
+    )
+    assert images == [b"ABC", b"ABC"]
+    assert options == EmbeddingsOptions(model="k3", encoding_format="base64", dimensions=8, pooling="none")
+    assert embeddings(input=ABC, encoding_format=None)[1] == EmbeddingsOptions(None, "float", None, "mean")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"input": bad} for bad in ([], [""], [[]], None, {}, 3, [1, 2], [[1]], {"text": "a"})]
+    + [{}]
+    + [
+        {"input": ABC, field: value}
+        for field, value in (
+            ("encoding_format", "int8"),
+            ("dimensions", "8"),
+            ("dimensions", True),
+            ("dimensions", 0),
+            ("pooling", "max"),
+            ("model", "m" * 300),
+            ("model", 3),
+            ("truncate", True),
+        )
+    ],
+)
+def test_malformed_embeddings_bodies(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        embeddings(**fields)
+    assert caught.value.param is not None
+
+
+def test_long_unknown_names_are_cut() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        embeddings(input=ABC, **{"x" * 10_000: 1})
+    assert len(caught.value.param or "") <= 64
+
+
+def test_models_describe_themselves_for_openapi() -> None:
+    for model in (EncodeBody, EmbeddingsBody):
+        assert model.model_json_schema()["additionalProperties"] is False
+
+
+_leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([ABC, "data:,", "http:"])
+)
+_keys = (
+    st.sampled_from(["images", "input", "type", "url", "image_url", "data", "image", "model", "dimensions"]) | st.text()
+)
+_trees = st.recursive(_leaves, lambda inner: st.lists(inner) | st.dictionaries(_keys, inner), max_leaves=20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary() | _trees.map(lambda tree: json.dumps(tree).encode()))
+@example(b'{"images": [{"type": {"a": 1}}]}')
+def test_fuzz_gives_nothing_but_images_or_client_errors(body: bytes) -> None:
+    for unpack in (unpack_encode, unpack_embeddings):
+        try:
+            unpack(body, max_images=3)
+        except ServiceError as error:
+            assert error.status in (400, 422)
+            json.dumps(error.as_dict())
+
+
+@given(st.binary(min_size=1))
+def test_round_trip(data: bytes) -> None:
+    assert encode(base64.b64encode(data).decode(), base64.urlsafe_b64encode(data).decode().rstrip("=")) == [data, data]

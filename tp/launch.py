@@ -1,0 +1,15 @@
+"""`torchrun` that dies with the process that started it: `python -m tp.launch PARENT_PID <torchrun arguments>`.
+
+torchrun does not notice when its own parent is killed, and leaves its ranks behind (measured on torch 2.13). The
+launcher of the service starts this module in torchrun's place; the ranks themselves die with torchrun (`tp.worker`).
+"""
+
+import sys
+
+from tp.process import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv.pop(1)))
+    from torch.distributed.run import main
+
+    main(sys.argv[1:])

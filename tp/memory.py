@@ -1,0 +1,205 @@
+"""What a rank holds in memory, by name, formula and bytes: weights, arenas, and the scratch of one forward.
+
+Pure arithmetic, no torch: `tpvision plan` prints it before anything is started. It follows tp/model.py: whoever adds a
+tensor there adds a row here; tests/tp/test_memory.py measures a forward and holds its peak against `scratch_rows`.
+Counted is what torch allocates on a CPU rank. Beside it lie the interpreter and torch's libraries, gloo's staging
+buffers, and oneDNN's weight reorders in half types. On CUDA the attention kernel keeps no thread buffers or packed
+keys and RMSNorm is one kernel without float32 rows, so the rows are an upper bound there as well; beside them lie
+NCCL's and cuBLAS' workspaces and the allocator's rounding.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tp.checkpoint import MLP_UNIT, shard_range
+from tp.spec import ITEMSIZE, Dtype, EncoderSpec
+
+ROW_CHUNK = 2048  # patches that a layer's scratch is sized for, as large matrix products want no more
+
+Factor = tuple[int, str]  # a count and what it counts
+Rows = tuple["MemoryRow", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One tensor, or one kind of tensor. `formula` is the product that `num_bytes` came from."""
+
+    name: str
+    formula: str
+    num_bytes: int
+
+
+def total_bytes(rows: Rows) -> int:
+    """Their sum."""
+    return sum(row.num_bytes for row in rows)
+
+
+def weight_rows(spec: EncoderSpec, *, world_size: int, dtype: Dtype, rank: int = 0) -> Rows:
+    """The weights that `rank` of `world_size` holds. Ranks differ where MLP columns do not divide evenly."""
+    size: Factor = (ITEMSIZE[dtype], "B")
+    layers: Factor = (spec.num_layers, "layers")
+    bias = int(spec.has_bias)
+    norm: Factor = (2 if spec.norm == "layernorm" else 1, "vectors")
+    hidden, width, merged = spec.hidden_size, spec.qkv_size // world_size, 4 * spec.hidden_size
+    mlp = _mlp_columns(spec, rank, world_size)
+    projector_norm = hidden if spec.projector == "pre_norm" else spec.text_hidden_size
+    return (
+        _row("patch embedding", (hidden, "rows"), (spec.patch_bytes + bias, "columns"), size),
+        _row("position table", (spec.pos_emb_height, "rows"), (spec.pos_emb_width, "columns"), (hidden, "wide"), size),
+        _row("tower norms", (2 * spec.num_layers + 1, "norms"), norm, (hidden, "wide"), size),
+        _row("wqkv shard", layers, (3 * width, "rows"), (hidden + bias, "columns"), size),
+        _row("wo shard", layers, (hidden, "rows"), (width + bias, "columns"), size),
+        _row("fc0 shard", layers, (mlp, "rows"), (hidden + bias, "columns"), size),
+        _row("fc1 shard", layers, (hidden, "rows"), (mlp + bias, "columns"), size),
+        _row("projector norm", norm, (projector_norm, "wide"), size),
+        _row("projector linear 1", (merged, "rows"), (merged + bias, "columns"), size),
+        _row("projector linear 2", (spec.text_hidden_size, "rows"), (merged + bias, "columns"), size),
+    )
+
+
+def arena_rows(spec: EncoderSpec, *, num_patches: int, dtype: Dtype) -> Rows:
+    """The slab's two arenas for `num_patches` patches of images in flight."""
+    token_bytes = spec.text_hidden_size * ITEMSIZE[dtype]
+    return (
+        _row("pixel arena", (num_patches, "patches"), (spec.patch_bytes, "B")),
+        _row("token arena", (num_patches // 4, "tokens"), (token_bytes, "B")),
+    )
+
+
+def scratch_rows(
+    spec: EncoderSpec, *, num_patches: int, world_size: int, dtype: Dtype, threads: int = 1, rank: int = 0
+) -> Rows:
+    """What a forward over `num_patches` patches of images holds when it holds most, the batch's pixels included.
+
+    The sum is an upper bound: of every step, the one with the largest sum. `threads` are the CPU threads of the rank.
+    """
+    sizes = _Sizes(spec, num_patches=num_patches, world_size=world_size, dtype=dtype, threads=threads, rank=rank)
+    return max(sizes.steps(), key=total_bytes)
+
+
+def _mlp_columns(spec: EncoderSpec, rank: int, world_size: int) -> int:
+    start, stop = shard_range(spec.mlp_size, unit=MLP_UNIT, rank=rank, world_size=world_size)
+    return stop - start
+
+
+def _row(name: str, *factors: Factor) -> MemoryRow:
+    formula = " × ".join(f"{count:,} {what}" for count, what in factors)
+    return MemoryRow(name, formula, math.prod(count for count, _ in factors))
+
+
+class _Sizes:
+    """The steps of tp/model.py's forward, each as the rows that are alive in it."""
+
+    def __init__(
+        self, spec: EncoderSpec, *, num_patches: int, world_size: int, dtype: Dtype, threads: int, rank: int
+    ) -> None:
+        self.spec = spec
+        self.world_size = world_size
+        self.threads = threads
+        self.size: Factor = (ITEMSIZE[dtype], "B")
+        self.is_half = ITEMSIZE[dtype] < 4
+        self.patches: Factor = (num_patches, "patches")
+        self.chunk: Factor = (min(num_patches, ROW_CHUNK), "patches at a time")
+        self.hidden: Factor = (spec.hidden_size, "hidden")
+        self.width = spec.qkv_size // world_size
+        self.mlp_columns: Factor = (_mlp_columns(spec, rank, world_size), "MLP columns")
+        self.share_tokens = -(-num_patches // 4 // world_size)
+
+        self.pixels = _row("pixels of the batch", self.patches, (spec.patch_bytes, "B"))
+        self.residual = _row("residual stream", self.patches, self.hidden, self.size)
+        rotation = _row("rotations", self.patches, (spec.head_dim // 2, "pairs"), (8, "B"))
+        statistics = _row("norm statistics and offsets", self.chunk, (16, "B"))
+        self.held = (self.pixels, self.residual, rotation, statistics)
+        self.all_qkv = _row("q, k and v", self.patches, (3 * self.width, "channels"), self.size)
+        rows = (4 * self.share_tokens, "patches of a share")
+        self.partial = _row("partial sums", (world_size, "shares"), rows, self.hidden, self.size)
+        self.share = _row("residual stream of the share", rows, self.hidden, self.size)
+
+    def steps(self) -> tuple[Rows, ...]:
+        block = (self.qkv(), self.rotate(), self.attention(), self.wo(), self.mlp())
+        return (self.embed(), *block, self.scatter(), self.project(), self.gather())
+
+    def embed(self) -> Rows:
+        spec, chunk = self.spec, self.chunk
+        first_rows = min(ROW_CHUNK, self.patches[0] * spec.pos_emb_width // 2)
+        values = (spec.patch_bytes, "values")
+        return (
+            self.pixels,
+            self.residual,
+            _row("pixel table indices", chunk, values, (4, "B")),
+            _row("normalised pixels", chunk, values, self.size),
+            _row("embedded patches", chunk, self.hidden, self.size),
+            _row(
+                "position table in float32",
+                (spec.pos_emb_height * spec.pos_emb_width if self.is_half else 0, "entries"),
+                self.hidden,
+                (4, "B"),
+            ),
+            _row("resampled rows", (first_rows, "entries"), self.hidden, (4, "B")),
+            _row("column weights", chunk, (spec.pos_emb_width, "entries"), (4, "B")),
+            _row("resampled entries", chunk, self.hidden, (4 + self.size[0], "B")),
+        )
+
+    def qkv(self) -> Rows:
+        product = _row("q, k and v of a run", self.chunk, (3 * self.width, "channels"), self.size)
+        return (*self.held, self.all_qkv, *self._normed(self.chunk, self.hidden, product))
+
+    def rotate(self) -> Rows:
+        turned = _row("q and k of a run in float32", self.chunk, (2 * self.width, "channels"), (4, "B"))
+        return (*self.held, self.all_qkv, *((turned,) if self.is_half else ()))
+
+    def attention(self) -> Rows:
+        spec = self.spec
+        heads = spec.num_heads // self.world_size
+        # Tiles of 256 queries by 512 keys, a run of output and the sums, in float32; probabilities again in half types.
+        tile = 256 * (512 + spec.head_dim + 2) * 4 + (256 * 512 * 2 if self.is_half else 0)
+        packed = _row("keys and values packed for AMX", self.patches, (2 * self.width, "channels"), self.size)
+        return (
+            *self.held,
+            self.all_qkv,
+            _row("attention output", self.patches, (self.width, "channels"), self.size),
+            _row("log-sum-exps", self.patches, (heads, "heads"), (4, "B")),
+            _row("attention tiles", (self.threads, "threads"), (tile, "B")),
+            *((packed,) if self.is_half else ()),
+        )
+
+    def wo(self) -> Rows:
+        product = _row("product of a run", self.chunk, self.hidden, self.size)
+        return (*self.held, self.all_qkv, self.partial, product)
+
+    def mlp(self) -> Rows:
+        columns = _row("MLP columns before and after GELU", (2, "times"), self.chunk, self.mlp_columns, self.size)
+        product = _row("product of a run", self.chunk, self.hidden, self.size)
+        return (*self.held, self.partial, *self._normed(self.chunk, self.hidden, columns, product))
+
+    def scatter(self) -> Rows:
+        return (*self.held, self.partial, self.share)
+
+    def project(self) -> Rows:
+        tokens = (min(self.share_tokens, ROW_CHUNK // 4), "tokens at a time")
+        text = (self.spec.text_hidden_size, "wide")
+        merged = _row(
+            "merged tokens between the linears", (2, "times"), tokens, (4 * self.spec.hidden_size, "wide"), self.size
+        )
+        product = _row("projected tokens of a run", tokens, text, self.size)
+        if self.spec.projector == "pre_norm":
+            run = self._normed(tokens, (4 * self.spec.hidden_size, "wide"), merged, product)
+        else:
+            run = max((merged, product), (product, *self._normed(tokens, text)), key=total_bytes)
+        return (self.pixels, self.share, self._tokens(), *run)
+
+    def gather(self) -> Rows:
+        tokens = (self.world_size * self.share_tokens, "tokens")
+        gathered = _row("tokens of all ranks", tokens, (self.spec.text_hidden_size, "wide"), self.size)
+        return (self.pixels, self._tokens(), gathered)
+
+    def _tokens(self) -> MemoryRow:
+        text = (self.spec.text_hidden_size, "wide")
+        return _row("tokens of the share", (self.share_tokens, "tokens"), text, self.size)
+
+    def _normed(self, rows: Factor, width: Factor, *then: MemoryRow) -> Rows:
+        """A norm's own scratch (RMSNorm's float32 copies), or its result and what comes `then`."""
+        result = _row("normed rows", rows, width, self.size)
+        inner = _row("rows normed in float32", (3 if self.is_half else 2, "times"), rows, width, (4, "B"))
+        during = (result, inner) if self.spec.norm == "rmsnorm" else (result,)
+        return max(during, (result, *then), key=total_bytes)

@@ -1,0 +1,233 @@
+"""The MoonViT encoder with its projector, tensor parallel: packed uint8 patches in, merged tokens out.
+
+Shapes: N packed patches, D hidden size, T merged tokens (N / 4 for images), W ranks, S = ceil(T / W) tokens of a
+rank's share, and per rank H heads of size d, Q = H d, M MLP columns. Rows of an item lie in the order (token row,
+token column, frame, 2, 2), so merging is a view. Families differ in values of the spec only.
+
+Layers run over a bounded run of rows at a time and attention keeps no scores, so a forward holds few [N, ...] tensors:
+tp/memory.py counts them. Knows shapes, not weights' names on disk (tp/weights.py) or sockets; tp/runner.py calls it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from tp.attention import Sequences, attend
+from tp.checkpoint import MLP_UNIT
+from tp.memory import ROW_CHUNK
+from tp.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TokenShare,
+    TPGroup,
+    empty_parameter,
+    share_size,
+    split_tokens,
+)
+from tp.positions import add_position_embedding_, rotate_, rotations
+from tp.spec import CHANNELS, EncoderSpec, Grid, ProcessorSpec
+
+TOWER_LAYER_NORM_EPS = 1e-5
+RMS_NORM_EPS = 2.0**-23  # what the reference does on current torch, in every dtype
+
+
+class MoonViT(nn.Module):
+    """Patch embedding, blocks, final norm, 2 x 2 merge, projector."""
+
+    def __init__(self, spec: EncoderSpec, group: TPGroup, *, rms_norm_eps: float = RMS_NORM_EPS) -> None:
+        super().__init__()
+        self.spec = spec
+        self.group = group
+        self.patch_embed = Linear(spec.patch_bytes, spec.hidden_size, bias=spec.has_bias)
+        self.pos_emb = empty_parameter(spec.pos_emb_height, spec.pos_emb_width, spec.hidden_size)
+        self.blocks = nn.ModuleList(Block(spec, group, rms_norm_eps) for _ in range(spec.num_layers))
+        self.final_norm = _tower_norm(spec, rms_norm_eps)
+        self.projector = Projector(spec)
+
+    @torch.inference_mode()
+    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [N, 588] -> [T, text hidden], all merged tokens on every rank."""
+        return self.gather(self.encode_share(pixels, grids), grids)
+
+    @torch.inference_mode()
+    def encode_share(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [N, 588] -> [S, text hidden]: the tokens of this rank's share, then zeros."""
+        shares = split_tokens(grids, self.group.world_size)
+        share = shares[self.group.rank]
+        x = self.embed(pixels, grids)
+        sequences = Sequences.of([grid.num_patches for grid in grids], x.device)
+        rotation = torch.cat([rotations(grid, self.spec.head_dim, x.device) for grid in grids])
+        *blocks, last = cast("list[Block]", list(self.blocks))
+        for block in blocks:
+            block(x, sequences, rotation)
+        last.add_attention_(x, sequences, rotation)
+        y = last.add_mlp_to_share(x, shares, self.group.rank)  # [rows of the share, D]
+        del x, rotation
+        by_rows(self.final_norm, y, out=y)
+        tokens = merge(y, share.segments)  # [tokens of the share, 4 D]
+        out = tokens.new_zeros(share_size(grids, self.group.world_size), self.spec.text_hidden_size)
+        by_rows(self.projector, tokens, out=out[: share.num_tokens], rows=ROW_CHUNK // 4)
+        return out
+
+    def gather(self, share: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[S, text hidden] of every rank -> [T, text hidden] on every rank."""
+        return self.group.all_gather(share)[: sum(grid.num_tokens for grid in grids)]
+
+    def embed(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [N, 588] -> [N, D]: normalised pixels through the patch embedding, plus position embeddings."""
+        values = pixel_table(self.spec.processor, self.pos_emb.dtype).to(pixels.device)
+        x = values.new_empty(pixels.shape[0], self.spec.hidden_size)
+        by_rows(lambda rows: self.patch_embed(normalise(rows, values)), pixels, out=x)
+        table = self.pos_emb.float()
+        first = 0
+        for grid in grids:
+            rows = x[first : first + grid.num_patches]
+            add_position_embedding_(rows, table, grid, self.spec.pos_emb_interpolation)
+            first += grid.num_patches
+        return x
+
+
+class Block(nn.Module):
+    """x += wo(attention(norm0(x))); x += fc1(gelu(fc0(norm1(x)))), heads and MLP columns split over ranks."""
+
+    def __init__(self, spec: EncoderSpec, group: TPGroup, rms_norm_eps: float) -> None:
+        super().__init__()
+        hidden, width, mlp, bias = spec.hidden_size, spec.qkv_size, spec.mlp_size, spec.has_bias
+        self.head_dim = spec.head_dim
+        self.norm0 = _tower_norm(spec, rms_norm_eps)
+        self.qkv = ColumnParallelLinear(hidden, 3 * width, parts=3, unit=spec.head_dim, group=group, bias=bias)
+        self.wo = RowParallelLinear(width, hidden, unit=spec.head_dim, group=group, bias=bias)
+        self.norm1 = _tower_norm(spec, rms_norm_eps)
+        self.fc0 = ColumnParallelLinear(hidden, mlp, unit=MLP_UNIT, group=group, bias=bias)
+        self.fc1 = RowParallelLinear(mlp, hidden, unit=MLP_UNIT, group=group, bias=bias)
+
+    def forward(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> None:
+        """Run the block on x [N, D], in place."""
+        self.add_attention_(x, sequences, rotation)
+        x += self.fc1.reduce_(by_rows(self._mlp, x, out=torch.empty_like(x)))
+
+    def add_attention_(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> None:
+        """x += wo(attention(norm0(x))), in place on x [N, D]; rotation [N, d / 2]."""
+        out = self._attention(x, sequences, rotation)  # [N, Q]
+        x += self.wo.reduce_(by_rows(self.wo.partial, out, out=torch.empty_like(x)))
+
+    def add_mlp_to_share(self, x: Tensor, shares: Sequence[TokenShare], rank: int) -> Tensor:
+        """x + mlp(x) for the rows of this rank's share only: [N, D] -> [rows of the share, D].
+
+        The sum over ranks is scattered by share instead of given to all; shares are padded to the longest with zeros.
+        """
+        partials = x.new_zeros(len(shares), max(share.num_rows for share in shares), x.shape[1])  # [W, R, D]
+        for share, partial in zip(shares, partials, strict=True):
+            by_rows(self._mlp, x[share.rows], out=partial[: share.num_rows])
+        y = self.fc1.reduce_scatter(partials)[: shares[rank].num_rows]
+        y += x[shares[rank].rows]
+        return y
+
+    def _attention(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> Tensor:
+        qkv = x.new_empty(x.shape[0], self.qkv.weight.shape[0])  # [N, 3 Q]
+        by_rows(lambda rows: self.qkv(self.norm0(rows)), x, out=qkv)
+        heads = qkv.view(x.shape[0], 3, -1, self.head_dim)  # [N, 3, H, d]
+        rotate_(heads[:, :2], rotation)
+        q, k, v = heads.unbind(1)
+        return attend(q, k, v, sequences).flatten(1)  # [N, H, d] -> [N, Q]
+
+    def _mlp(self, rows: Tensor) -> Tensor:
+        return self.fc1.partial(F.gelu(self.fc0(self.norm1(rows)), approximate="tanh"))
+
+
+class Projector(nn.Module):
+    """The 4 patches of a merged token, side by side, through two linears with an exact GELU between them."""
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        super().__init__()
+        hidden, merged = spec.hidden_size, 4 * spec.hidden_size
+        self.is_pre_norm = spec.projector == "pre_norm"
+        self.norm = Norm(spec, hidden if self.is_pre_norm else spec.text_hidden_size, spec.projector_norm_eps)
+        self.fc0 = Linear(merged, merged, bias=spec.has_bias)
+        self.fc1 = Linear(merged, spec.text_hidden_size, bias=spec.has_bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[S, 4 D] -> [S, text hidden]; the norm is over each patch before, or over the token after."""
+        if self.is_pre_norm:
+            patches: Tensor = self.norm(tokens.view(tokens.shape[0], 4, -1))
+            tokens = patches.flatten(1)
+        tokens = self.fc1(F.gelu(self.fc0(tokens)))
+        return tokens if self.is_pre_norm else self.norm(tokens)
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension: float32 inside, rounded once."""
+
+    def __init__(self, spec: EncoderSpec, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = empty_parameter(width)
+        self.bias = empty_parameter(width) if spec.norm == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same."""
+        shape = self.weight.shape
+        if self.bias is not None:
+            return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
+        if x.is_cuda:  # one fused kernel
+            return F.rms_norm(x, shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features)
+        self.bias = empty_parameter(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def _tower_norm(spec: EncoderSpec, rms_norm_eps: float) -> Norm:
+    return Norm(spec, spec.hidden_size, rms_norm_eps if spec.norm == "rmsnorm" else TOWER_LAYER_NORM_EPS)
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor, *, out: Tensor, rows: int = ROW_CHUNK) -> Tensor:
+    """out[i] = function(x)[i] for a function that treats rows alike, at most `rows` of them at a time; returns out."""
+    for first in range(0, x.shape[0], rows):
+        out[first : first + rows] = function(x[first : first + rows])
+    return out
+
+
+def merge(x: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
+    """[rows, D] -> [tokens, 4 D]: the 2 x 2 patches of each token side by side, meaned over frames.
+
+    `segments` gives (tokens, frames) of each item, in order. For images this is a view.
+    """
+    merged = x.view(-1, 4 * x.shape[1])  # [frames of tokens, 4 D]
+    if all(frames == 1 for _, frames in segments):
+        return merged
+    parts = torch.split(merged, [tokens * frames for tokens, frames in segments])
+    return torch.cat([part.view(*segment, -1).mean(1) for part, segment in zip(parts, segments, strict=True)])
+
+
+def pixel_table(processor: ProcessorSpec, dtype: torch.dtype) -> Tensor:
+    """[3 * 256]: what each pixel value of each channel becomes, with the reference's rounding at each step.
+
+    v / 255 in float64 to float32; less the mean in float64 to float32; times 1 / std in float64 to float32; to dtype.
+    """
+    scaled = (torch.arange(256, dtype=torch.float64) / 255).float()
+    channels = [
+        ((scaled.double() - mean).float().double() * (1 / std)).float()
+        for mean, std in zip(processor.mean, processor.std, strict=True)
+    ]
+    return torch.cat(channels).to(dtype)
+
+
+def normalise(pixels: Tensor, table: Tensor) -> Tensor:
+    """uint8 [n, 588] in the order (channel, row, column) -> [n, 588] of the table's dtype."""
+    offsets = torch.arange(0, 256 * CHANNELS, 256, dtype=torch.int32, device=pixels.device)
+    index = pixels.view(pixels.shape[0], CHANNELS, -1) + offsets[:, None]  # [n, 3, 196] int32
+    return table.index_select(0, index.flatten()).view(pixels.shape)

@@ -1,0 +1,37 @@
+"""Making a process end with its parent, so that a killed front-end or torchrun leaves nothing behind.
+
+Linux only (`PR_SET_PDEATHSIG`, prctl(2)). The signal comes when the *thread* that started the process ends: parents
+start children from their main thread.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+EXIT_ORPHANED = 65
+
+
+def die_with_parent(expected_parent: int | None = None) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; exit now if it already has.
+
+    `expected_parent` is the parent's pid as it knew it when it started this process; without it, being adopted by
+    pid 1 is the only sign of a parent that died first.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if expected_parent is not None and os.getppid() != expected_parent:
+        sys.exit(EXIT_ORPHANED)
+
+
+def resident_bytes() -> int:
+    """RssAnon + RssShmem of this process (proc(5)): the memory that nobody else can be made to pay for."""
+    fields = {}
+    with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123 - not a file of ours
+        for line in status:
+            name, _, value = line.partition(":")
+            fields[name] = value
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))

@@ -1,0 +1,156 @@
+"""One rank's encoder: loads it, runs a batch through it, writes each image's tokens where the caller wants them.
+
+Knows arrays and grids, not sockets or slabs; every rank of the group must call with the same batch. Called by
+tp/worker.py. CPU threads are the caller's business.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tp.checkpoint import check_tensors, fingerprint, read_vision_tensors
+from tp.model import RMS_NORM_EPS, MoonViT
+from tp.parallel import TPGroup
+from tp.spec import ITEMSIZE, Dtype, EncoderSpec, Grid
+from tp.weights import TORCH_DTYPES, Progress, load_weights
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class BatchError(ValueError):
+    """A batch's grids, pixels and outputs do not fit each other or the encoder. Raised before any collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeReport:
+    """What one batch took on this rank. `non_finite` holds indexes of images with a NaN or infinity, where scanned."""
+
+    forward_s: float  # to device, forward, up to this rank's share of the tokens
+    all_gather_s: float  # waits for slower ranks included
+    non_finite: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that this rank holds."""
+
+    weights_bytes: int
+    peak_allocated_bytes: int | None  # on the device since the start, weights included; None on CPU
+
+
+class Runner:
+    """A loaded encoder shard. `fingerprint` identifies the checkpoint's weights and is the same on every rank."""
+
+    def __init__(self, model: MoonViT, *, dtype: Dtype, fingerprint: str) -> None:
+        self.spec = model.spec
+        self.dtype = dtype
+        self.fingerprint = fingerprint
+        self._model = model
+        self._group = model.group
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        spec: EncoderSpec,
+        *,
+        dtype: Dtype,
+        group: TPGroup,
+        rms_norm_eps: float = RMS_NORM_EPS,
+        on_progress: Progress | None = None,
+    ) -> "Runner":
+        """Load this rank's shard, computing in `dtype`. Raises CheckpointError naming the tensor or file at fault."""
+        table = read_vision_tensors(model_dir, spec)
+        check_tensors(spec, table)
+        model = MoonViT(spec, group, rms_norm_eps=rms_norm_eps)
+        load_weights(model, table, dtype=TORCH_DTYPES[dtype], on_progress=on_progress)
+        return cls(model, dtype=dtype, fingerprint=fingerprint(table))
+
+    @torch.inference_mode()
+    def encode(
+        self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None = None
+    ) -> EncodeReport:
+        """Encode a batch: grids[i] with its pixel rows uint8 [n, 588] in packed row order.
+
+        With `outputs` (rank 0), image i's tokens are written to outputs[i], uint8 [num_tokens, text hidden * itemsize]
+        holding the compute dtype's bytes, and scanned for non-finite values. Raises BatchError on a misfit.
+        """
+        self._check(grids, pixels, outputs)
+        started_s = time.perf_counter()
+        share = self._model.encode_share(self._pack(pixels), grids)
+        self._synchronize()
+        encoded_s = time.perf_counter()
+        tokens = self._model.gather(share, grids)
+        self._synchronize()
+        gathered_s = time.perf_counter()
+        non_finite = () if outputs is None else self._write(tokens, grids, outputs)
+        return EncodeReport(encoded_s - started_s, gathered_s - encoded_s, non_finite)
+
+    def warm_up(self, num_patches: int) -> EncodeReport:
+        """Encode one black image of `num_patches` (a multiple of 4), as near to a square as they allow."""
+        tokens = num_patches // 4
+        height = max(size for size in range(1, math.isqrt(tokens) + 1) if tokens % size == 0)
+        grid = Grid(1, 2 * height, 2 * (tokens // height))
+        return self.encode([grid], [np.zeros((grid.num_patches, self.spec.patch_bytes), np.uint8)])
+
+    def memory(self) -> RankMemory:
+        """What the rank holds now, and on CUDA has held at most."""
+        weights = sum(parameter.numel() * parameter.itemsize for parameter in self._model.parameters())
+        device = self._group.device
+        return RankMemory(weights, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
+
+    def _check(self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None) -> None:
+        if not grids or len(pixels) != len(grids) or (outputs is not None and len(outputs) != len(grids)):
+            raise BatchError(
+                f"{len(grids)} grids need as many pixel arrays ({len(pixels)}) and outputs "
+                f"({'none' if outputs is None else len(outputs)}), and at least one"
+            )
+        token_bytes = self.spec.text_hidden_size * ITEMSIZE[self.dtype]
+        for index, grid in enumerate(grids):
+            if (
+                grid.t not in range(1, self.spec.pos_emb_time + 1)
+                or grid.h < 2
+                or grid.w < 2
+                or grid.h % 2
+                or grid.w % 2
+            ):
+                raise BatchError(f"image {index}: {grid} needs 1 to {self.spec.pos_emb_time} frames and even sides")
+            _check_array(f"pixels of image {index}", pixels[index], (grid.num_patches, self.spec.patch_bytes))
+            if outputs is not None:
+                _check_array(f"output of image {index}", outputs[index], (grid.num_tokens, token_bytes))
+
+    def _pack(self, pixels: Sequence[Bytes]) -> Tensor:
+        """All rows in one uint8 [N, 588] on the device."""
+        packed = torch.empty(sum(map(len, pixels)), self.spec.patch_bytes, dtype=torch.uint8)
+        np.concatenate(pixels, out=packed.numpy())
+        return packed.to(self._group.device)
+
+    def _write(self, tokens: Tensor, grids: Sequence[Grid], outputs: Sequence[Bytes]) -> tuple[int, ...]:
+        non_finite = []
+        parts = torch.split(tokens, [grid.num_tokens for grid in grids])
+        for index, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+            torch.from_numpy(output).view(part.dtype).copy_(part)
+            if not _is_finite(part):
+                non_finite.append(index)
+        return tuple(non_finite)
+
+    def _synchronize(self) -> None:
+        if self._group.device.type == "cuda":
+            torch.cuda.synchronize(self._group.device)
+
+
+def _check_array(what: str, array: Bytes, shape: tuple[int, int]) -> None:
+    if array.dtype != np.uint8 or array.shape != shape or not array.flags.c_contiguous:
+        raise BatchError(f"{what} must be contiguous uint8 {shape}, not {array.dtype} {array.shape}")
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Without a mask as large as x: a NaN or an infinity shows in the least or the largest value."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())

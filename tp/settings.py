@@ -1,0 +1,301 @@
+"""The one settings model, read by both sides: YAML file, then environment, then flags; later wins.
+
+Environment names are `TPVISION_<SECTION>__<NAME>`; anything else that starts with `TPVISION_` (Kubernetes injects
+`TPVISION_PORT`) is not ours. An unknown key stops the start and names the nearest known one.
+"""
+
+import difflib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tp.spec import Dtype, EncoderSpec
+
+ENV_PREFIX = "TPVISION_"
+SOCKET_PATH_BYTES = 107  # sun_path holds 108 with its closing zero
+
+
+class SettingsError(ValueError):
+    """A settings file, variable or flag is malformed, unknown, or contradicts another."""
+
+
+def _split_commas(value: Any) -> Any:
+    """One value, or several with commas between, as a flag or variable holds them."""
+    if isinstance(value, int):
+        return [value]
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(_Section):
+    """Which checkpoint, and in what arithmetic."""
+
+    path: Path | None = Field(
+        None, description="Checkpoint folder: config.json, preprocessor_config.json, safetensors."
+    )
+    name: str | None = Field(None, description="Model id in answers and /v1/models. Default: the folder's name.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Compute dtype. auto: the checkpoint's own; anything else casts the weights, and says so."
+    )
+    rms_norm_eps: float = Field(
+        2.0**-23,
+        gt=0,
+        lt=1,
+        description="Epsilon of the tower's RMS norms (K3). 2^-23 is what the reference does on current torch, 2^-7 "
+        "what it did in bf16 on older torch. No effect on LayerNorm towers.",
+    )
+
+
+class ParallelSettings(_Section):
+    """How the encoder is spread over devices."""
+
+    tensor: int = Field(1, ge=1, description="Ranks per group; must divide the attention heads.")
+    groups: int = Field(1, ge=1, description="Tensor-parallel groups behind this front-end, on this machine.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu.")
+    resident: Literal["shard"] = Field("shard", description="What a rank holds of the weights: its shard.")
+    workers: Literal["managed", "external"] = Field(
+        "managed", description="managed: serve starts the ranks. external: `tpvision worker` does, e.g. in a sidecar."
+    )
+    socket: Path | None = Field(
+        None,
+        description="Control socket, at most 107 bytes. Default: in a private temporary folder; external workers need "
+        "it.",
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads per rank. Default: cores / ranks.")
+    max_restarts: int = Field(5, ge=0, description="Group losses within restart_window_s before the service gives up.")
+    restart_window_s: float = Field(600, gt=0, description="Seconds over which losses are counted.")
+    start_timeout_s: float = Field(600, gt=0, description="Seconds from launch to ready, weights loaded and warm.")
+
+    @field_validator("socket")
+    @classmethod
+    def _check_socket(cls, socket: Path | None) -> Path | None:
+        if socket is not None and len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
+            raise ValueError(f"a socket path of {len(os.fsencode(socket))} bytes; the limit is {SOCKET_PATH_BYTES}")
+        return socket
+
+
+class CapacitySettings(_Section):
+    """How large an image may be, what happens to a larger one, and the memory that this reserves."""
+
+    patch_capacities: Annotated[tuple[int, ...], BeforeValidator(_split_commas)] = Field(
+        (1024, 4096, 16384),
+        description="Capacity tiers in patches, ascending, multiples of 4. The top one is the limit.",
+    )
+    policy: Literal["refuse", "downscale"] = Field("refuse", description="What happens to an image over the top tier.")
+    allow_override: Literal["none", "stricter", "any"] = Field(
+        "stricter", description="May a request name its own policy: no; only refuse where we downscale; or either."
+    )
+    slab_patches: int | None = Field(
+        None, description="Patches of images in flight, multiple of 4. Default: 4 times the top tier for each group."
+    )
+
+    @field_validator("patch_capacities")
+    @classmethod
+    def _check_tiers(cls, tiers: tuple[int, ...]) -> tuple[int, ...]:
+        if not tiers:
+            raise ValueError("at least one capacity tier is needed")
+        for tier in tiers:
+            if tier < 4 or tier % 4:
+                raise ValueError(f"capacity tier {tier} is not a positive multiple of 4 (patches merge 2 x 2)")
+        for smaller, larger in itertools.pairwise(tiers):
+            if larger <= smaller:
+                raise ValueError(f"capacity tiers must ascend, but {larger} follows {smaller}")
+        return tiers
+
+    @model_validator(mode="after")
+    def _check_slab(self) -> "CapacitySettings":
+        top = self.patch_capacities[-1]
+        if self.slab_patches is not None and (self.slab_patches < top or self.slab_patches % 4):
+            raise ValueError(
+                f"slab_patches {self.slab_patches} must be a multiple of 4 and at least the top tier {top}"
+            )
+        return self
+
+    @property
+    def max_patches_per_image(self) -> int:
+        """The top tier; never a second number."""
+        return self.patch_capacities[-1]
+
+
+class ImageSettings(_Section):
+    """Where we depart from the checkpoint's image processor."""
+
+    orientation: Literal["apply", "ignore"] = Field(
+        "apply", description="EXIF orientation. The checkpoint's processor ignores it; people expect upright pictures."
+    )
+    gray16: Literal["scale", "reference"] = Field(
+        "scale", description="16-bit grey: value // 257, or clipped at 255 as the checkpoint's processor does."
+    )
+    decode_processes: int | None = Field(None, ge=1, description="Decode processes. Default: one per core, at least 2.")
+
+
+class LimitSettings(_Section):
+    """What one request may cost, and what all of them together may hold."""
+
+    max_body_bytes: int = Field(64 * 2**20, ge=1, description="Bytes of one request body; more is 413.")
+    max_image_pixels: int = Field(89_478_485, ge=1, description="Pixels of one image, by its header; more is 422.")
+    max_images_per_request: int = Field(64, ge=1, description="Images in one request; more is 422.")
+    max_json_bytes: int = Field(
+        64 * 2**20, ge=1, description="Bytes of a JSON answer; more is 422. Binary forms: no cap."
+    )
+    max_inflight_bytes: int = Field(2 * 2**30, ge=1, description="Bytes of bodies and unsent answers; more is 429.")
+    max_queue_s: float = Field(60, gt=0, description="Seconds of queued work, at the measured rate; more is 429.")
+    request_timeout_s: float = Field(300, gt=0, description="From the last body byte to the answer; more is 504.")
+    body_timeout_s: float = Field(60, gt=0, description="From the headers to the last body byte; more is 408.")
+    decode_timeout_s: float = Field(20, gt=0, description="One image's decode and resize; more is 422, process killed.")
+    batch_timeout_s: float = Field(
+        600, gt=0, description="One batch on the workers; more counts as a hang: the group is killed and restarted."
+    )
+    drain_timeout_s: float = Field(60, ge=0, description="After SIGTERM, for accepted requests to finish.")
+
+
+class ServerSettings(_Section):
+    """Where the front-end listens, and who may come in."""
+
+    host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback without keys is warned about.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 picks a free one and logs it.")
+    api_keys_file: Path | None = Field(None, description="One key a line. Where set, /v1/* needs one as Bearer token.")
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
+        (), description="Origins that browsers may call from. Off by default."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe level that is logged."
+    )
+
+
+class Settings(_Section):
+    """Everything an operator can set. Frozen; built by `load_settings`."""
+
+    model: ModelSettings = ModelSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    capacity: CapacitySettings = CapacitySettings()
+    image: ImageSettings = ImageSettings()
+    limits: LimitSettings = LimitSettings()
+    server: ServerSettings = ServerSettings()
+
+    @model_validator(mode="after")
+    def _check_external(self) -> "Settings":
+        if self.parallel.workers == "external" and self.parallel.socket is None:
+            raise ValueError("parallel.workers external needs parallel.socket, a path both containers see")
+        return self
+
+    @property
+    def slab_patches(self) -> int:
+        """Patches of the slab, default worked out."""
+        return self.capacity.slab_patches or 4 * self.capacity.max_patches_per_image * self.parallel.groups
+
+    def compute_dtype(self, spec: EncoderSpec) -> Dtype:
+        """The dtype of weights, activations and the token arena."""
+        return spec.dtype if self.model.dtype == "auto" else self.model.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings, and for each dotted name that was set where its value came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def load_settings(
+    config: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> LoadedSettings:
+    """Merge file, environment and flags (dotted name -> value). Raises SettingsError naming key, source and reason."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    layers = (
+        _from_file(config),
+        _from_environ(environ or {}),
+        (((name, f"flag {name}", value) for name, value in (flags or {}).items())),
+    )
+    for layer in layers:
+        for name, source, value in layer:
+            _check_known(name, source)
+            values[name] = value
+            sources[name] = source
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, key = name.split(".", 1)
+        tree.setdefault(section, {})[key] = value
+    try:
+        return LoadedSettings(Settings.model_validate(tree), sources)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, sources)) from error
+
+
+def known_names() -> Iterator[tuple[str, Any]]:
+    """Every dotted name with its pydantic field, in the order of the model."""
+    for section, field in Settings.model_fields.items():
+        section_type = field.annotation
+        assert isinstance(section_type, type) and issubclass(section_type, BaseModel)
+        for key, inner in section_type.model_fields.items():
+            yield f"{section}.{key}", inner
+
+
+def as_environ(settings: Settings) -> dict[str, str]:
+    """The environment that makes `load_settings` give these very settings: how a launcher passes them to its ranks."""
+    environ = {}
+    for section, values in settings.model_dump(mode="json").items():
+        for key, value in values.items():
+            if value is not None:
+                environ[f"{ENV_PREFIX}{section}__{key}".upper()] = (
+                    yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+                )
+    return environ
+
+
+def _from_file(path: Path | None) -> Iterator[tuple[str, str, Any]]:
+    if path is None:
+        return
+    try:
+        tree = yaml.safe_load(path.read_bytes()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise SettingsError(f"{path} does not hold a mapping of sections")
+    for section, values in tree.items():
+        if values is None:  # a section whose every line is commented out
+            continue
+        if not isinstance(values, dict):
+            raise SettingsError(f"{path}: {section} must be a section of settings, not {type(values).__name__}")
+        for key, value in values.items():
+            yield f"{section}.{key}", f"file {path}", value
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    for variable, text in environ.items():
+        section, separator, key = variable.removeprefix(ENV_PREFIX).partition("__")
+        if variable.startswith(ENV_PREFIX) and separator:
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise SettingsError(f"{variable} is not a YAML value: {error}") from error
+            yield f"{section}.{key}".lower(), f"environment {variable}", value
+
+
+def _check_known(name: str, source: str) -> None:
+    names = [known for known, _ in known_names()]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0)
+        raise SettingsError(f"{source}: unknown setting {name}; the nearest known one is {near[0]}")
+
+
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"][:2]) or "settings"
+        source = sources.get(name)
+        lines.append(f"{name}{f' ({source})' if source else ''}: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(lines)
