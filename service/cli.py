@@ -13,14 +13,16 @@ import uvloop
 from rich.console import Console
 from rich.logging import RichHandler
 
-from service import demo, plan
+from service.demo import run_demo
+from service.demo_model import DemoModelError
 from service.keys import KeysError
+from service.plan import plan_capacity, render
 from service.server import ServeError, serve
 from service.transport import SocketInUseError
 from service.worker_host import host_workers
 from tp.settings import LoadedSettings, Settings, SettingsError, known_names, load_settings
 from tp.slab import SlabError
-from tp.spec import EncoderSpec, SpecError, check_world_size, read_spec
+from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, read_spec
 
 EXIT_USAGE = 2
 _FLAGS = {  # flag -> setting
@@ -36,7 +38,7 @@ _FLAGS = {  # flag -> setting
     "capacities": "capacity.patch_capacities",
     "policy": "capacity.policy",
 }
-_USER_ERRORS = (SettingsError, SpecError, SlabError, ServeError, SocketInUseError, KeysError)
+_USER_ERRORS = (SettingsError, SpecError, SlabError, ServeError, SocketInUseError, KeysError, DemoModelError)
 
 
 def main() -> None:
@@ -64,21 +66,20 @@ def run_worker(arguments: argparse.Namespace) -> int:
     return _run(host_workers(settings, arguments.group))
 
 
-def run_demo(arguments: argparse.Namespace) -> int:
+def run_demo_command(arguments: argparse.Namespace) -> int:
     """`tpvision demo`: make a model, serve it, send it a photograph."""
-    return _run(demo.run_demo(arguments.size, arguments.out, port=arguments.port, once=arguments.once, tp=arguments.tp))
+    return _run(run_demo(arguments.size, arguments.out, port=arguments.port, once=arguments.once, tp=arguments.tp))
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """`tpvision plan`: what the tiers cost in bytes, before anything is started."""
     settings = _load(arguments).settings
-    spec = plan.PUBLISHED_K3 if settings.model.path is None else read_checked_spec(settings)
-    check_world_size(spec, settings.parallel.tensor)
-    made = plan.make_plan(spec, settings)
+    spec = PUBLISHED_K3 if settings.model.path is None else read_checked_spec(settings)
+    plan = plan_capacity(spec, settings, threads=settings.rank_threads(len(os.sched_getaffinity(0))))
     if arguments.json:
-        Console().print_json(data=made.as_dict())
+        Console().print_json(data=plan.as_dict())
     else:
-        plan.render(made, Console())
+        Console().print(render(plan))
     return 0
 
 
@@ -143,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
-    demo_parser = _add(commands, "demo", run_demo)
+    demo_parser = _add(commands, "demo", run_demo_command)
     demo_parser.add_argument("--size", choices=("tiny", "full"), default="tiny", help="full: K3's true shape, 0.9 GB")
     demo_parser.add_argument("--out", type=Path, help="keep the checkpoint here instead of a temporary folder")
     demo_parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")

@@ -113,7 +113,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drains first, and then closes the socket
     warnings.simplefilter("ignore")  # Pillow warns about what clients send
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    with socket.socket(fileno=socket_fd) as front_end:
+    # A copy: the descriptor that we came with stays open until the kernel closes it, so that its end-of-file tells the
+    # front-end that this process has ended, and not that it is about to.
+    with socket.socket(fileno=os.dup(socket_fd)) as front_end:
         message, _ = receive(front_end)
         start = _START.validate_json(message)
         resource.setrlimit(resource.RLIMIT_DATA, (start.max_memory_bytes, start.max_memory_bytes))

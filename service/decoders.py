@@ -41,11 +41,10 @@ from tp.spec import ProcessorSpec
 
 START_TIMEOUT_S = 60.0  # a start takes 0.3 s on an idle core
 _BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before a start, by failed ones in a row; the last one repeats
-# Private memory that a decode process may take; more is a MemoryError there. Measured peaks with Pillow 13: 60 MB before
-# any task; 16 bytes a pixel (WebP; AVIF 12, others 5 to 9); 5 bytes for each of a JSON body.
+# Private memory that a decode process may take; more is a MemoryError there. Measured with Pillow 13: 60 MB before any
+# task; 16 bytes a pixel (WebP; AVIF 12, others 5 to 9) beside the file; 14 for a byte of a JSON body (5 of them used).
 _BASE_BYTES = 256 * 2**20
-_BYTES_PER_PIXEL = 24
-_BYTES_PER_BODY_BYTE = 8
+_BYTES_PER_UNIT = 24
 _ROOT = Path(__file__).parents[1]  # `service` can be imported from here, installed or not
 
 _HEADER = TypeAdapter(ImageHeader)
@@ -96,9 +95,7 @@ class DecoderPool:
             orientation=settings.image.orientation,
             gray16=settings.image.gray16,
             max_pixels=settings.limits.max_image_pixels,
-            max_memory_bytes=_BASE_BYTES
-            + _BYTES_PER_PIXEL * settings.limits.max_image_pixels
-            + _BYTES_PER_BODY_BYTE * settings.limits.max_body_bytes,
+            max_memory_bytes=_max_memory_bytes(settings),
         )
         self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()  # None: stopped
         self._processes: set[_Process] = set()
@@ -346,3 +343,9 @@ def _result(reply: bytes) -> Any:
     error = content["error"]
     cls: type[ServiceError] = BY_CODE.get(error["code"], InternalError)
     raise cls(error["message"], param=error["param"], numbers=error["numbers"])
+
+
+def _max_memory_bytes(settings: Settings) -> int:
+    limits = settings.limits
+    units = max(limits.max_image_pixels, limits.max_body_bytes)
+    return _BASE_BYTES + 2 * limits.max_body_bytes + _BYTES_PER_UNIT * units

@@ -74,12 +74,21 @@ async def _show_photograph(console: Console, url: str) -> None:
         response = await client.post(f"{url}/v1/encode", content=PHOTOGRAPH.read_bytes())
     response.raise_for_status()
     elapsed_s = time.monotonic() - started
-    tensors: dict[str, Any] = dict(safetensors.deserialize(response.content))
+    tensors: dict[str, Any] = dict(safetensors.deserialize(response.content))  # type: ignore[no-untyped-call]
     image = json.loads(_metadata(response.content)["images"])[0]
     embeddings = tensors["embeddings"]
     console.print(f"\n[bold]{PHOTOGRAPH.name}[/bold] -> merged vision tokens in {elapsed_s * 1000:.0f} ms")
     console.print(f"  embeddings  {embeddings['dtype']} {list(embeddings['shape'])}")
-    for name in ("original_size", "encoded_size", "padded_size", "grid_thw", "patches", "num_tokens", "tier", "downscaled"):
+    for name in (
+        "original_size",
+        "encoded_size",
+        "padded_size",
+        "grid_thw",
+        "patches",
+        "num_tokens",
+        "tier",
+        "downscaled",
+    ):
         console.print(f"  {name:<14}{image[name]}")
     console.print(f"  stages (ms)   {response.headers['server-timing'].replace(';dur=', ' ')}")
 

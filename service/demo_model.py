@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from service.tokens import to_bfloat16_bits
 from tp.spec import ITEMSIZE, Dtype
 
 Size = Literal["tiny", "full"]
@@ -265,13 +266,6 @@ def _draw(tensor: _Tensor, generator: np.random.Generator) -> npt.NDArray[Any]:
     values *= np.float32(tensor.scale)
     values += np.float32(tensor.offset)
     return values if tensor.dtype == "float32" else to_bfloat16_bits(values)
-
-
-def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Bits of `values` (finite) rounded to bfloat16, half to even."""
-    bits = values.view(np.uint32)
-    odd = (bits >> 16) & 1
-    return ((bits + odd + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ The engine owns the slab, the decode processes, the control socket and, where wo
 import asyncio
 import contextlib
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -24,6 +25,7 @@ from service.errors import DeadlineExceeded, NotReady, ServiceError, WorkersLost
 from service.geometry import ImagePlan, plan_image
 from service.header import ImageHeader
 from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
+from service.plan import plan_capacity, sentences
 from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import ControlServer, GroupLost, WorkerGroup
 from service.unpack import Route
@@ -144,6 +146,21 @@ class Engine:
         """The images of a JSON body, read in a decode process; the caller closes the result."""
         return await self._decoders.unpack(body, route)
 
+    def describe_capacity(self) -> dict[str, Any]:
+        """The plan in force, what each rank really holds, and what is in flight."""
+        ranks = [
+            {"group": group.index, "rank": number, **ready.model_dump()}
+            for group in self._ready_groups()
+            for number, ready in sorted(group.readiness.items())
+        ]
+        in_flight = {
+            "free_patches": self.admission.allocator.num_free,
+            "queued_images": len(self._batcher),
+            "queued_s": self.admission.expected_wait_s(),
+            "bytes": self.admission.bytes_in_flight,
+        }
+        return {**self.plan.as_dict(), "ranks": ranks, "in_flight": in_flight}
+
     async def dispatch(self, group: WorkerGroup) -> None:
         """Feed one batch after another to a group, and settle them, until the group is lost."""
         while True:
@@ -168,6 +185,11 @@ class Engine:
 
     async def start(self) -> None:
         """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded."""
+        self.plan = plan_capacity(
+            self.spec, self.settings, threads=self.settings.rank_threads(len(os.sched_getaffinity(0)))
+        )
+        for sentence in sentences(self.plan):
+            log.info("%s", sentence)
         self.slab = Slab.create(self.layout)
         log.info("slab: %d patches, %d bytes, allocated and touched", self.layout.num_patches, self.layout.total_bytes)
         self._decoders = DecoderPool(self.spec.processor, self.settings, self.slab)
@@ -260,11 +282,16 @@ class Engine:
     def _start_dispatching(self, group: WorkerGroup) -> None:
         if group.index in self._launchers:
             self._launchers[group.index].note_ready()
-        device = group.ranks[0].ready
-        assert device is not None
-        log.info("group %d is ready: %d ranks on %s", group.index, group.world_size, device.device)
+        for number, ready in sorted(group.readiness.items()):
+            log.info(
+                "group %d rank %d on %s: weights %d bytes planned, %d loaded; slab %d planned, %d mapped; "
+                "scratch up to %d planned; resident now %d",
+                *(group.index, number, ready.device, self.plan.weights_bytes, ready.weights_bytes),
+                *(self.plan.slab_bytes, ready.slab_bytes, self.plan.scratch_bytes, ready.resident_bytes),
+            )
         self.ready.set()
-        for _ in range(_BATCHES_IN_FLIGHT[device.device.partition(":")[0]]):
+        device = group.readiness[0].device.partition(":")[0]
+        for _ in range(_BATCHES_IN_FLIGHT[device]):
             self._spawn(self.dispatch(group))
 
     async def _bury(self, group: WorkerGroup) -> None:

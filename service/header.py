@@ -10,6 +10,7 @@ ignore them too. TIFF is the exception: its decoder turns the picture itself, wh
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from PIL import (  # importing a plugin registers its format; no other plugin is
     WebPImagePlugin,
 )
 
-from service import png
+from service import png, tiff
 from service.errors import ImageTooLarge, ServiceError, UndecodableImage, UnsupportedImage
 
 Orientation = Literal["apply", "ignore"]
@@ -44,8 +45,8 @@ _ORIENTATION_TAG = 274
 _BITS_TAG, _PHOTOMETRIC_TAG, _WHITE_IS_ZERO = 258, 262, 0
 
 # Pillow's name of every format we read, as it stands in its registry of openers. An MPO opens as JPEG.
-_FORMATS = {
-    plugin.format: plugin
+_FORMATS = frozenset(
+    plugin.format
     for plugin in (
         JpegImagePlugin.JpegImageFile,
         PngImagePlugin.PngImageFile,
@@ -55,7 +56,7 @@ _FORMATS = {
         TiffImagePlugin.TiffImageFile,
         AvifImagePlugin.AvifImageFile,
     )
-}
+)
 _MODES = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})
 
 # (offset, first bytes, name); the names in _FORMATS are read, the others are only named in the refusal.
@@ -127,7 +128,7 @@ def open_image(data: bytes, *, orientation: Orientation, max_pixels: int) -> tup
         if min(image.size) < 1:
             raise UndecodableImage(f"the {name} image is {image.width} x {image.height} pixels")
         if image.width * image.height > max_pixels:
-            raise _too_large(max_pixels, image.width * image.height)
+            raise _too_large(image.width * image.height, max_pixels)
         check_mode(image)
         turn = _orientation(image, data) if orientation == "apply" and name != "TIFF" else 1
     width, height = image.size if turn < 5 else image.size[::-1]
@@ -171,23 +172,22 @@ def check_mode(image: Image.Image) -> None:
 def _open(data: bytes, name: str, max_pixels: int) -> ImageFile.ImageFile:
     """Open without decoding. Pillow's own size check is on for just this call, since GIF and WebP allocate in it.
 
-    It raises at twice its limit and counts only what it is about to allocate: the exact check is the caller's.
+    That check raises at twice its limit: the exact one is the caller's.
     """
+    if name == "TIFF" and tiff.longest_table(data) > tiff.MAX_TABLE:
+        raise UndecodableImage(f"the TIFF image has a table of more than {tiff.MAX_TABLE} entries")
     Image.MAX_IMAGE_PIXELS = max_pixels
     try:
         return Image.open(BytesIO(data), formats=[name])
     except Image.DecompressionBombError as error:
-        raise _too_large(max_pixels) from error
+        raise _too_large(int(re.findall(r"\d+", str(error))[0]), max_pixels) from error
     finally:
         Image.MAX_IMAGE_PIXELS = None
 
 
-def _too_large(limit: int, pixels: int | None = None) -> ImageTooLarge:
-    if pixels is None:
-        return ImageTooLarge(f"the image has more pixels than the limit, {limit}", numbers={"limit": limit})
-    return ImageTooLarge(
-        f"the image has {pixels} pixels, the limit is {limit}", numbers={"pixels": pixels, "limit": limit}
-    )
+def _too_large(pixels: int, limit: int) -> ImageTooLarge:
+    numbers = {"pixels": pixels, "limit": limit}
+    return ImageTooLarge(f"the image has {pixels} pixels, the limit is {limit}", numbers=numbers)
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:

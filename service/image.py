@@ -18,8 +18,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
-from service import png
+from service import png, tiff
 from service.errors import UndecodableImage
 from service.geometry import ImagePlan
 from service.header import ImageHeader, Orientation, check_mode, decoding, open_image
@@ -88,7 +89,9 @@ def _check_size(size: tuple[int, int], plan: ImagePlan) -> None:
 
 
 def _load(image: ImageFile.ImageFile, header: ImageHeader, data: bytes) -> None:
-    if header.format == "TIFF":
+    if isinstance(image, TiffImageFile):
+        if not tiff.has_all_pixels(image):
+            raise UndecodableImage("the TIFF image is truncated")
         image.info.pop("xmp", None)  # Pillow would turn the picture by it, after it told the size
         with _quiet_stderr():
             image.load()

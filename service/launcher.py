@@ -145,7 +145,9 @@ class GroupLauncher:
     def _environ(self) -> dict[str, str]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TPVISION_")}
         environ |= as_environ(self._settings)
-        environ["OMP_NUM_THREADS"] = str(self._threads)  # torchrun would set 1 and warn
+        environ["OMP_NUM_THREADS"] = str(
+            self._settings.rank_threads(len(os.sched_getaffinity(0)))
+        )  # torchrun would set 1 and warn
         environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
         environ["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
         if self._settings.parallel.device != "cpu":
@@ -158,11 +160,6 @@ class GroupLauncher:
             visible.split(",") if visible else [str(index) for index in range(size * self._settings.parallel.groups)]
         )
         return names[self._group * size : (self._group + 1) * size]
-
-    @property
-    def _threads(self) -> int:
-        parallel = self._settings.parallel
-        return parallel.threads or max(1, len(os.sched_getaffinity(0)) // (parallel.tensor * parallel.groups))
 
     @property
     def _error_file(self) -> Path:

@@ -203,7 +203,7 @@ def reference_bytes(spec: EncoderSpec, num_patches: int) -> ReferenceBytes:
 
 def render(plan: CapacityPlan) -> RenderableType:
     """The plan as tables and sentences for a terminal; a plain console prints the same as text."""
-    return Group(_tier_table(plan), _memory_table(plan), _reference_table(plan), *_sentences(plan))
+    return Group(_tier_table(plan), _memory_table(plan), _reference_table(plan), *sentences(plan))
 
 
 def _scratch_of(spec: EncoderSpec, settings: Settings, threads: int) -> Callable[[int], tuple[MemoryRow, ...]]:
@@ -362,7 +362,8 @@ def _reference_cells(reference: ReferenceBytes) -> tuple[str, ...]:
     )
 
 
-def _sentences(plan: CapacityPlan) -> list[str]:
+def sentences(plan: CapacityPlan) -> list[str]:
+    """What the numbers mean for the operator, for `tpvision plan` and the start log."""
     width, height = plan.largest_patch_count_size
     top = plan.tiers[-1]
     lines = [

@@ -41,7 +41,7 @@ def has_all_pixels(data: bytes) -> bool:
         elif kind == b"IDAT":
             rest: bytes | memoryview = body
             while rest and found < needed:
-                found += len(inflate.decompress(rest, _STEP_BYTES))
+                found += len(inflate.decompress(rest, min(needed - found, _STEP_BYTES)))
                 rest = inflate.unconsumed_tail
             if found >= needed or inflate.eof:
                 break

@@ -260,15 +260,13 @@ def _json(
     context: AnswerContext,
     encoding: EncodingFormat,
 ) -> bytes:
-    for index, image in enumerate(images):
-        image |= _embedding(embeddings, index, encoding)
     body = {
         "id": context.request_id,
         "object": "tpvision.encoding",
         "created": int(time.time()),
         "model": context.model,
         "dtype": embeddings.dtype,
-        "images": images,
+        "images": [{**image, **_embedding(embeddings, index, encoding)} for index, image in enumerate(images)],
         "usage": _usage(plans),
     }
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

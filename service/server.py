@@ -45,7 +45,7 @@ async def serve(
     on_ready: Callable[[str], Awaitable[None]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> int:
-    """Run the service until a signal, `stop`, or a failure; the exit status. `on_ready(url)` is awaited once, when ready.
+    """Run the service until a signal, `stop`, or a failure; the exit status. `on_ready(url)` is awaited once.
 
     Raises ServeError, SlabError, SocketInUseError or KeysError when it cannot start.
     """

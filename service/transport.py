@@ -38,7 +38,6 @@ class RankConnection:
         self.hello = hello
         self.reader = reader
         self.writer = writer
-        self.ready: wire.Ready | None = None
         self.gone = asyncio.Event()  # its end of the socket is closed: the process can touch nothing any more
 
 
@@ -50,6 +49,7 @@ class WorkerGroup:
         self.incarnation = incarnation
         self.world_size = world_size
         self.ranks: dict[int, RankConnection] = {}
+        self.readiness: dict[int, wire.Ready] = {}  # what each rank that is ready said
         self.ready = asyncio.Event()
         self.lost = asyncio.Event()
         self.reason = ""
@@ -95,10 +95,10 @@ class WorkerGroup:
         """Take in a rank that said a hello we accept."""
         self.ranks[rank.hello.rank] = rank
 
-    def mark_ready(self, rank: RankConnection, message: wire.Ready) -> None:
+    def mark_ready(self, rank: int, message: wire.Ready) -> None:
         """Note that one rank is ready; the group is when all are."""
-        rank.ready = message
-        if len(self.ranks) == self.world_size and all(other.ready for other in self.ranks.values()):
+        self.readiness[rank] = message
+        if len(self.readiness) == self.world_size:
             self.ready.set()
 
     def settle(self, rank: int, done: wire.Done) -> None:
@@ -198,7 +198,7 @@ class ControlServer:
                     case wire.Progress():
                         self._on_progress(group, number, message)
                     case wire.Ready():
-                        group.mark_ready(rank, message)
+                        group.mark_ready(number, message)
                         if group.ready.is_set():
                             self._on_ready(group)
                     case wire.Done():
@@ -215,6 +215,7 @@ class ControlServer:
 
     def _reason_to_refuse(self, hello: wire.Hello) -> str | None:
         differences = self._contract.differences(hello.contract)
+        expected = self.weights_fingerprint or hello.weights_fingerprint
         if differences:
             return f"the front-end and the rank were configured differently: {'; '.join(differences)}"
         if hello.group >= self._num_groups or hello.rank >= self._contract.world_size:
@@ -222,9 +223,11 @@ class ControlServer:
                 f"group {hello.group} rank {hello.rank} is outside {self._num_groups} groups of "
                 f"{self._contract.world_size} ranks"
             )
-        expected = self.weights_fingerprint
-        if expected is not None and hello.weights_fingerprint != expected:
+        if hello.weights_fingerprint != expected:
             return f"weights fingerprint: {expected} here, {hello.weights_fingerprint} there"
+        return self._reason_it_has_no_place(hello)
+
+    def _reason_it_has_no_place(self, hello: wire.Hello) -> str | None:
         current = self.groups.get(hello.group)
         if current is None or (current.lost.is_set() and current.incarnation != hello.incarnation):
             return None

@@ -22,6 +22,7 @@ MAX_JSON_VALUES = 200_000
 MAX_MODEL_CHARS = 256  # also keeps the decode process's reply small
 _SHOWN_CHARS = 64  # of an unknown field's name
 
+_NOT_BASE64 = "not base64: the text has characters outside its alphabet"
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
 _URLSAFE = str.maketrans("-_", "+/")
 
@@ -183,14 +184,16 @@ def decode_base64(text: str) -> bytes:
         if scheme[1].lower() != "data":
             raise InvalidRequest("URL fetching is off: send the image itself, as base64 or as a data URI")
         text = _data_uri_payload(text)
+    if not text.isascii():
+        raise InvalidRequest(_NOT_BASE64)
     text = "".join(text.split()).translate(_URLSAFE)
     digits = text.rstrip("=")
     if len(digits) % 4 == 1 or len(text) - len(digits) > 2:
         raise InvalidRequest(f"not base64: {len(digits)} digits with {len(text) - len(digits)} of padding cannot be")
     try:
         data = binascii.a2b_base64(digits + "=" * (-len(digits) % 4), strict_mode=True)
-    except ValueError:  # binascii.Error, or a character outside ASCII
-        raise InvalidRequest("not base64: the text has characters outside its alphabet") from None
+    except binascii.Error:
+        raise InvalidRequest(_NOT_BASE64) from None
     if not data:
         raise InvalidRequest("an image without a single byte")
     return data

@@ -1,5 +1,6 @@
 """A real service in a process of its own, for tests; and where the test data lies."""
 
+import json
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -67,3 +69,15 @@ class RunningService:
 
 
 REFERENCE_IMAGES = {"TPVISION_IMAGE__ORIENTATION": "ignore", "TPVISION_IMAGE__GRAY16": "reference"}
+
+
+def metadata_of(answer: httpx.Response) -> dict[str, str]:
+    """`__metadata__` of a safetensors answer."""
+    length = int.from_bytes(answer.content[:8], "little")
+    return json.loads(answer.content[8 : 8 + length])["__metadata__"]  # type: ignore[no-any-return]
+
+
+def images_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The geometry list of a safetensors answer."""
+    assert answer.status_code == 200, answer.text
+    return json.loads(metadata_of(answer)["images"])  # type: ignore[no-any-return]

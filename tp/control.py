@@ -5,6 +5,7 @@ nobody left to answer, and the group must not outlive its front-end.
 """
 
 import array
+import contextlib
 import os
 import select
 import socket
@@ -16,6 +17,7 @@ from tp import wire
 
 EXIT_FRONT_END_GONE = 66
 _RETRY_S = 0.2
+_MAX_REASON_CHARS = 4000
 
 
 class ControlError(RuntimeError):
@@ -58,9 +60,19 @@ class ControlClient:
             raise ControlError(f"expected a welcome with the slab, not {type(message).__name__}")
         return message, descriptors[0]
 
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
     def send(self, message: wire.Message) -> None:
         """Send one message, whole."""
         self._socket.sendall(wire.encode(message))
+
+    def send_failure(self, reason: str) -> None:
+        """Say why this rank is about to exit; whether anybody hears it does not matter any more."""
+        printable = reason.encode(errors="replace").decode()[:_MAX_REASON_CHARS]
+        with contextlib.suppress(OSError):
+            self.send(wire.Failed(reason=printable))
 
     def receive(self) -> wire.Message | None:
         """Wait for the next message; None when the front-end hung up. Raises wire.WireError on a foreign frame."""

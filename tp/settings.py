@@ -193,6 +193,10 @@ class Settings(_Section):
         """Patches of the slab, default worked out."""
         return self.capacity.slab_patches or 4 * self.capacity.max_patches_per_image * self.parallel.groups
 
+    def rank_threads(self, num_cores: int) -> int:
+        """CPU threads of one rank on a machine with that many cores."""
+        return self.parallel.threads or max(1, num_cores // (self.parallel.tensor * self.parallel.groups))
+
     def compute_dtype(self, spec: EncoderSpec) -> Dtype:
         """The dtype of weights, activations and the token arena."""
         return spec.dtype if self.model.dtype == "auto" else self.model.dtype

@@ -121,6 +121,7 @@ class Ready(Message):
     kind = 5
     device: str
     weights_bytes: int = Field(ge=0)
+    slab_bytes: int = Field(gt=0)
     resident_bytes: int = Field(ge=0)
 
 

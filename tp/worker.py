@@ -27,7 +27,7 @@ from tp.process import die_with_parent, resident_bytes
 from tp.runner import Runner
 from tp.settings import Settings, load_settings
 from tp.slab import Slab, SlabLayout
-from tp.spec import ITEMSIZE, EncoderSpec, SpecError, check_world_size, read_spec
+from tp.spec import ITEMSIZE, SpecError, check_world_size, read_spec
 
 log = logging.getLogger("tpvision.worker")
 
@@ -51,11 +51,11 @@ def main() -> None:
     try:
         slab, runner, group = _start(control, settings, arguments.group)
         code = serve(control, slab, runner, settings.capacity.max_patches_per_image, writes=group.rank == 0)
-    except (SpecError, CheckpointError, RefusedError) as error:
-        control.send(wire.Failed(reason=str(error)))
+    except (SpecError, CheckpointError, RefusedError, FatalStartError) as error:
+        control.send_failure(str(error))
         raise FatalStartError(str(error)) from error
     except Exception as error:
-        control.send(wire.Failed(reason=f"{type(error).__name__}: {error}"))
+        control.send_failure(f"{type(error).__name__}: {error}")
         raise
     sys.stdout.flush()
     os._exit(code)  # no interpreter shutdown: nothing of ours is left to clean, and torch's can hang
@@ -120,7 +120,12 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
     )
     runner.warm_up(settings.capacity.patch_capacities[0])
     control.send(
-        wire.Ready(device=str(device), weights_bytes=runner.memory().weights_bytes, resident_bytes=resident_bytes())
+        wire.Ready(
+            device=str(device),
+            weights_bytes=runner.memory().weights_bytes,
+            slab_bytes=slab.layout.total_bytes,
+            resident_bytes=resident_bytes(),
+        )
     )
     return slab, runner, group
 

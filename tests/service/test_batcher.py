@@ -9,14 +9,14 @@ from service.admission import RowAllocator, Rows
 from service.batcher import Batcher, Entry
 from service.errors import EncodeFailed, NonFiniteOutput, NotReady
 from service.geometry import plan_image
-from service.demo_model import demo_processor_spec
 from tp import wire
+from tp.spec import PUBLISHED_K3
 
 ALLOCATOR = RowAllocator(4096)
 
 
 def entry(num_patches: int) -> Entry:
-    plan = plan_image(28 * (num_patches // 4), 28, demo_processor_spec(), [1024], "refuse")
+    plan = plan_image(28 * (num_patches // 4), 28, PUBLISHED_K3.processor, [1024], "refuse")
     (run,) = ALLOCATOR.allocate([num_patches]) or []
     return Entry(plan, Rows(run, ALLOCATOR), float(num_patches), asyncio.get_running_loop().create_future())
 

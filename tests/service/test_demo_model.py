@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from make_photograph import PHOTOGRAPH, acceptance_picture
 from PIL import Image
 from safetensors import safe_open
 
-from service.demo_model import DemoModelError, demo_config, demo_preprocessor_config, to_bfloat16_bits, write_demo_model
-from tests.make_photograph import PHOTOGRAPH, acceptance_picture
+from service.demo_model import DemoModelError, demo_config, demo_preprocessor_config, write_demo_model
 from tp.spec import PUBLISHED_K3, Dtype, parse_spec, read_spec
 
 SHARDS = [f"model-0000{number}-of-000003.safetensors" for number in (1, 2, 3)]
@@ -145,12 +145,6 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert [written for written, _ in seen] == sorted({written for written, _ in seen})
     assert seen[-1][0] == seen[-1][1]
     assert len({total for _, total in seen}) == 1
-
-
-def test_bfloat16_rounds_half_to_even() -> None:
-    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 0.0], np.float32)
-    rounded = (to_bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
-    assert rounded.tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, -1.0, 0.0]
 
 
 @pytest.mark.slow

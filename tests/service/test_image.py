@@ -297,7 +297,7 @@ def test_formats_that_allocate_on_opening_are_bounded_there(kind: str) -> None:
         data[26:30] = struct.pack("<HH", 16383, 16383)
     with pytest.raises(ImageTooLarge) as caught:
         read_header(bytes(data), orientation="apply", max_pixels=1000)
-    assert caught.value.numbers["limit"] == 1000
+    assert caught.value.numbers == {"pixels": 65535**2 if kind == "GIF" else 16383**2, "limit": 1000}
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
@@ -317,6 +317,21 @@ def test_a_png_whose_stream_ends_early_but_cleanly_is_an_error(mode: str, interl
     assert not _run(whole, _rule("k25.published")).any()  # black to the last row, and complete
     with pytest.raises(UndecodableImage, match="truncated"):
         _run(_png(colour=colour, depth=depth, interlaced=interlaced, missing_rows=2), _rule())
+
+
+def test_a_tiff_that_leaves_out_strips_is_an_error() -> None:
+    whole = _tiff(big_endian=False, bits=8, photometric=1, pixels=bytes([200] * 784))
+    assert (_run(whole, _rule()) == 200).all()
+    rows_per_strip = struct.pack("<HHI", 278, 4, 1)
+    with pytest.raises(UndecodableImage, match="truncated"):
+        _run(whole.replace(rows_per_strip + struct.pack("<I", 28), rows_per_strip + struct.pack("<I", 14)), _rule())
+
+
+def test_a_tiff_of_a_million_strips_is_refused_before_pillow_lists_them() -> None:
+    data = _tiff(big_endian=False, bits=8, photometric=1, pixels=bytes(1 << 22))
+    data = data.replace(struct.pack("<HHII", 273, 4, 1, 200), struct.pack("<HHII", 273, 4, 1 << 20, 200))
+    with pytest.raises(UndecodableImage, match="table"):
+        read_header(data, orientation="apply", max_pixels=NO_LIMIT)
 
 
 def test_another_size_than_planned_is_an_error() -> None:
@@ -346,7 +361,7 @@ def _insert_chunk(data: bytes, kind: bytes, body: bytes) -> bytes:
 
 
 def _png(*, colour: int, depth: int, interlaced: bool, missing_rows: int = 0) -> bytes:
-    """A black PNG, 21 x 33 pixels, without the last rows of its pixel stream: whole rows, which Pillow does not miss."""
+    """A black PNG, 21 x 33 pixels, whose pixel stream lacks its last rows: whole rows, which Pillow does not miss."""
     bits = depth * {0: 1, 2: 3, 6: 4}[colour]
     passes = [(0, 0, 1, 1)]
     if interlaced:

@@ -21,6 +21,12 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
     assert np.isnan(to_float32(to_bfloat16_bits(np.float32([np.nan])), "bfloat16")).all()
 
 
+def test_bfloat16_rounds_half_to_even() -> None:
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 0.0], np.float32)
+    rounded = (to_bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
+    assert rounded.tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, -1.0, 0.0]
+
+
 def test_tokens_of_the_same_dtype_are_copied_bit_for_bit() -> None:
     images = [RNG.standard_normal((n, 8)).astype(np.float32) for n in (3, 1)]
     result = read_tokens([as_bytes(image) for image in images], "float32", TokenOptions("float32"), "images")

@@ -18,6 +18,7 @@ from service.unpack import (
 )
 
 ABC = "QUJD"  # base64 of b"ABC"
+BAD_INPUTS: tuple[Any, ...] = ([], [""], [[]], None, {}, 3, [1, 2], [[1]], {"text": "a"})
 
 
 def encode(*items: Any, max_images: int = 4) -> list[bytes]:
@@ -157,7 +158,7 @@ def test_embeddings_options() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"input": bad} for bad in ([], [""], [[]], None, {}, 3, [1, 2], [[1]], {"text": "a"})]
+    [{"input": bad} for bad in BAD_INPUTS]
     + [{}]
     + [
         {"input": ABC, field: value}

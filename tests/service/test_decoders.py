@@ -1,0 +1,410 @@
+"""Real decode processes throughout. A task that must last is one whose process is stopped with SIGSTOP."""
+
+import asyncio
+import base64
+import gc
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+from PIL import Image
+
+from service.body import Body, ImageBytes
+from service.decoders import DecoderPool, DecoderStartError
+from service.errors import (
+    DecodeTimeout,
+    ImageTooLarge,
+    InvalidRequest,
+    NotReady,
+    TooManyImages,
+    UndecodableImage,
+    UnsupportedImage,
+)
+from service.geometry import ImagePlan, plan_image
+from service.image import write_patches
+from tp.settings import Settings
+from tp.slab import Run, Slab, SlabLayout
+from tp.spec import ProcessorSpec
+
+PROCESSOR = ProcessorSpec("navit", 14, 16384, 512, (0.5,) * 3, (0.5,) * 3, None, "before_resize")
+LAYOUT = SlabLayout(num_patches=512, patch_bytes=588, token_bytes=64)
+RUN = Run(start=100, num_patches=24)  # of PICTURE
+
+Use = Callable[[DecoderPool, Slab], Awaitable[None]]
+Runner = Callable[..., None]
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
+
+
+PICTURE = encoded(noise(80, 50))
+
+
+def plan_of(width: int, height: int) -> ImagePlan:
+    return plan_image(width, height, PROCESSOR, (512,), "downscale")
+
+
+PLAN = plan_of(80, 50)
+
+
+@contextmanager
+def stored(data: bytes, prefix: bytes = b"") -> Iterator[ImageBytes]:
+    with Body() as body:
+        body.write(prefix + data)
+        yield ImageBytes(body.fd, len(prefix), len(data))
+
+
+@contextmanager
+def json_body(text: bytes) -> Iterator[Body]:
+    with Body() as body:
+        body.write(text)
+        yield body
+
+
+def run_pool(use: Use, *, processes: int = 1, loop: str = "uvloop", **limits: Any) -> None:
+    """Run `use` with a started pool, and check that nothing is left when it is stopped."""
+    settings = Settings.model_validate({"image": {"decode_processes": processes}, "limits": limits})
+
+    async def main() -> None:
+        slab = Slab.create(LAYOUT)
+        pool = DecoderPool(PROCESSOR, settings, slab)
+        gc.collect()  # what earlier loops and slabs still hold
+        before = descriptors()
+        try:
+            await pool.start()
+            pids = pool.pids
+            async with asyncio.timeout(60):
+                await use(pool, slab)
+        finally:
+            pids += pool.pids
+            await pool.stop()
+            assert not [pid for pid in pids if is_child(pid)]
+            assert descriptors() == before
+            slab.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
+        runner.run(main())
+
+
+both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+
+
+def descriptors() -> list[str]:
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder's own descriptor
+            links.append(str(entry.readlink()))
+    return sorted(links)
+
+
+def read_proc(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+def wait_until_dead(pid: int) -> None:
+    """And leave the reaping to its owner."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+async def begin(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start work in the background, up to where it waits for its process."""
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(0)
+    return task
+
+
+@both_loops
+def test_pixels_are_those_of_write_patches_in_this_process(loop: str) -> None:
+    expected = np.zeros((RUN.num_patches, 588), np.uint8)
+    write_patches(PICTURE, PLAN, PROCESSOR, orientation="apply", gray16="scale", out=expected)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(PICTURE, prefix=b"another file") as image:
+            header = await pool.read_header(image)
+            assert (header.width, header.height, header.format) == (80, 50, "PNG")
+            await pool.write_patches(image, PLAN, RUN)
+        assert np.array_equal(slab.pixels(RUN), expected)
+        assert not slab.pixels(Run(0, RUN.start)).any()
+        assert not slab.pixels(Run(RUN.end, LAYOUT.num_patches - RUN.end)).any()
+
+    run_pool(use, loop=loop)
+
+
+def test_many_tasks_over_few_processes() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(PICTURE) as image:
+            headers = await asyncio.gather(*(pool.read_header(image) for _ in range(50)))
+        assert len(set(headers)) == 1 and len(headers) == 50
+
+    run_pool(use, processes=2)
+
+
+def test_errors_of_the_client_keep_class_and_numbers() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(b"hello") as image, pytest.raises(UnsupportedImage):
+            await pool.read_header(image)
+        with stored(encoded(noise(101, 100))) as image, pytest.raises(ImageTooLarge) as caught:
+            await pool.read_header(image)
+        assert caught.value.numbers["limit"] == 10_000
+        with stored(PICTURE[: len(PICTURE) // 2]) as image, pytest.raises(UndecodableImage):
+            await pool.write_patches(image, PLAN, RUN)
+        with stored(PICTURE) as image:
+            await pool.write_patches(image, PLAN, RUN)
+        assert pool.num_replaced == 0
+
+    run_pool(use, max_image_pixels=10_000)
+
+
+@both_loops
+def test_decode_past_its_deadline_is_killed_and_replaced(loop: str) -> None:
+    slow = encoded(Image.new("L", (9000, 7000)), compress_level=1)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        with stored(slow) as image, pytest.raises(DecodeTimeout) as caught:
+            await pool.write_patches(image, plan_of(9000, 7000), Run(0, plan_of(9000, 7000).patches))
+        assert caught.value.numbers == {"limit_s": 0.05}
+        assert not is_child(pid)
+        with stored(PICTURE) as image:
+            await pool.read_header(image)
+        assert pid not in pool.pids and pool.num_replaced == 1
+
+    run_pool(use, loop=loop, decode_timeout_s=0.05)
+
+
+@both_loops
+def test_process_that_dies_in_a_task(loop: str) -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        with stored(PICTURE) as image:
+            task = await begin(pool.write_patches(image, PLAN, RUN))
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(UndecodableImage, match="signal 9") as caught:
+                await task
+            assert caught.value.numbers == {"signal": 9}
+            await pool.write_patches(image, PLAN, RUN)
+
+    run_pool(use, loop=loop)
+
+
+def test_process_that_dies_unpacking() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        with json_body(b"{}") as body:
+            task = await begin(pool.unpack(body, "encode"))
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(InvalidRequest, match="signal 9"):
+                await task
+
+    run_pool(use)
+
+
+def test_process_that_dies_idle_costs_no_task() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        wait_until_dead(pid)
+        with stored(PICTURE) as image:
+            await pool.read_header(image)
+        assert pool.num_replaced == 1
+
+    run_pool(use)
+
+
+@both_loops
+def test_cancelled_call_returns_only_when_its_process_is_done(loop: str) -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        with stored(PICTURE) as image:
+            task = await begin(pool.write_patches(image, PLAN, RUN))
+            for _ in range(2):
+                task.cancel()
+                await asyncio.wait([task], timeout=0.05)
+                assert not task.done()
+            assert not slab.pixels(RUN).any()
+            os.kill(pid, signal.SIGCONT)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert slab.pixels(RUN).any()
+            await pool.read_header(image)
+        assert pool.pids == [pid]
+
+    run_pool(use, loop=loop)
+
+
+def test_cancelled_call_does_not_outlast_its_deadline() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        with stored(PICTURE) as image:
+            task = await begin(pool.write_patches(image, PLAN, RUN))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert not is_child(pid)
+
+    run_pool(use, decode_timeout_s=0.2)
+
+
+def test_waiting_for_a_process_is_cancelled_at_once() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        with stored(PICTURE) as image:
+            busy = await begin(pool.read_header(image))
+            waiting = await begin(pool.read_header(image))
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not busy.done()
+            os.kill(pid, signal.SIGCONT)
+            await busy
+            await pool.read_header(image)
+
+    run_pool(use)
+
+
+def test_stop_answers_running_and_waiting_calls() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        with stored(PICTURE) as image:
+            tasks = [await begin(pool.read_header(image)) for _ in range(3)]
+            await pool.stop()
+            for task in tasks:
+                with pytest.raises(NotReady):
+                    await task
+
+    run_pool(use)
+
+
+def test_process_that_cannot_start_fails_the_start(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        slab = Slab.create(LAYOUT)
+        other = SimpleNamespace(fd=slab.fd, layout=SlabLayout(8, 588, 64))
+        pool = DecoderPool(PROCESSOR, Settings(), other)  # type: ignore[arg-type]
+        with pytest.raises(DecoderStartError, match="exit code 1"):
+            await pool.start()
+        assert pool.pids == []
+        slab.close()
+
+    asyncio.run(main())
+    assert "SlabError" in capfd.readouterr().err
+
+
+def test_processes_ignore_the_signals_of_the_terminal_and_are_expendable() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        with stored(PICTURE) as image:
+            await pool.read_header(image)
+        assert pool.pids == [pid]
+        assert read_proc(pid, "oom_score_adj").strip() == "500"
+        assert "Max data size             unlimited" not in read_proc(pid, "limits")
+
+    run_pool(use)
+
+
+FRONT_END = """
+import asyncio, sys
+from tests.service.test_decoders import *
+
+async def main():
+    pool = DecoderPool(PROCESSOR, Settings(), Slab.create(LAYOUT))
+    await pool.start()
+    print(*pool.pids, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_killed_front_end_leaves_no_process() -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", FRONT_END], cwd=root, stdout=subprocess.PIPE) as front_end:
+        assert front_end.stdout is not None
+        pids = [int(pid) for pid in front_end.stdout.readline().split()]
+        assert len(pids) >= 2
+        ends = [os.pidfd_open(pid) for pid in pids]
+        front_end.kill()
+    for end in ends:
+        assert select.select([end], [], [], 10)[0], "a decode process outlives its front-end"
+        os.close(end)
+
+
+def test_unpack_gives_images_and_options() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        picture = base64.b64encode(PICTURE).decode()
+        text = f'{{"input": ["QUJD", {{"image": "data:;base64,{picture}"}}], "pooling": "none"}}'
+        with json_body(text.encode()) as body, await pool.unpack(body, "embeddings") as unpacked:
+            first, second = unpacked.images
+            assert os.pread(first.fd, first.length, first.offset) == b"ABC"
+            assert (await pool.read_header(second)).width == 80
+            assert unpacked.options is not None and unpacked.options.pooling == "none"
+        with json_body(b'{"images": ["QUJD"]}') as body, await pool.unpack(body, "encode") as unpacked:
+            assert len(unpacked.images) == 1 and unpacked.options is None
+
+    run_pool(use)
+
+
+def test_unpack_errors_keep_param_and_numbers() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with json_body(b'{"images": ["QUJD", "http://x"]}') as body, pytest.raises(InvalidRequest) as refused:
+            await pool.unpack(body, "encode")
+        assert refused.value.param == "images[1]"
+        with json_body(b'{"images": ["QUJD", "QUJD", "QUJD"]}') as body, pytest.raises(TooManyImages) as caught:
+            await pool.unpack(body, "encode")
+        assert caught.value.numbers == {"num_images": 3, "limit": 2}
+
+    run_pool(use, max_images_per_request=2)
+
+
+def test_large_json_body_does_not_hold_the_loop() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        data = bytes(48 * 2**20 - 12)
+        lags: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                started = time.monotonic()
+                await asyncio.sleep(0.01)
+                lags.append(time.monotonic() - started - 0.01)
+
+        with json_body(b'{"images": ["' + base64.b64encode(data) + b'"]}') as body:
+            watcher = await begin(watch())
+            with await pool.unpack(body, "encode") as unpacked:
+                assert unpacked.images[0].length == len(data)
+            watcher.cancel()
+        assert max(lags) < 1
+
+    run_pool(use)

@@ -1,0 +1,198 @@
+"""The command, as a person runs it: refusals to start, the plan, the demo, and processes that leave nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from make_photograph import acceptance_picture
+from running import GOLDEN, ROOT, RunningService
+
+MODEL = GOLDEN / "tiny-k3-f32"
+GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
+
+
+def tpvision(*arguments: str, timeout_s: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    """All living processes below `pid`, by /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        if not fields["State"].startswith("Z"):
+            parents[int(fields["Pid"])] = int(fields["PPid"])
+    found: list[int] = []
+    frontier = [pid]
+    while frontier:
+        frontier = [child for child, parent in parents.items() if parent in frontier]
+        found += frontier
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", str(MODEL), "--tp", "5"], ["12 attention heads", "1, 2, 3, 4, 6, 12", "5 group(s) of 1"]),
+        (["--model", str(MODEL), "--tp", "8"], ["2 group(s) of 4"]),
+        (["--model", str(MODEL), "--capacities", "1024,512"], ["must ascend", "512 follows 1024"]),
+        (["--model", str(MODEL), "--capacities", "1023"], ["1023", "multiple of 4"]),
+        (["--model", str(MODEL), "--capacities", ""], ["at least one capacity tier"]),
+        (["--model", "/nowhere"], ["/nowhere/config.json does not exist"]),
+        ([], ["model.path is not set"]),
+        (["--model", str(MODEL), "--workers", "external"], ["parallel.socket"]),
+    ],
+)
+def test_a_start_that_cannot_work_stops_with_the_reason(arguments: list[str], words: list[str]) -> None:
+    ended = tpvision("serve", *arguments)
+    assert ended.returncode == 2
+    for phrase in words:
+        assert phrase in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_misspelt_setting_names_the_nearest() -> None:
+    ended = tpvision("serve", "--model", str(MODEL), TPVISION_CAPACITY__POLICI="refuse")
+    assert ended.returncode == 2
+    assert "capacity.policy" in ended.stderr
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = tpvision("serve", "--model", str(MODEL), "--port", str(port))
+    assert ended.returncode == 2
+    assert f"port {port}" in ended.stderr
+
+
+def test_a_checkpoint_without_a_tensor_stops_the_service_with_its_name(tmp_path: Path) -> None:
+    for path in MODEL.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    missing = "vision_tower.encoder.final_layernorm.weight"
+    shard = tmp_path / index["weight_map"][missing]
+    shard.write_bytes(shard.read_bytes().replace(missing.encode(), missing.encode().replace(b"final", b"fynal")))
+    ended = tpvision("serve", "--model", str(tmp_path), "--port", "0", "--device", "cpu")
+    assert ended.returncode == 1
+    assert missing in ended.stderr.splitlines()[-1]
+
+
+def test_config_show_says_where_each_value_came_from(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"capacity": {"policy": "downscale"}, "server": {"port": 1}}))
+    shown = tpvision("config", "show", "--config", str(config), "--port", "3", TPVISION_SERVER__HOST="::1").stdout
+    assert f"capacity.policy: downscale  # file {config}" in shown
+    assert "server.port: 3  # flag" in shown
+    assert "server.host: ::1  # environment TPVISION_SERVER__HOST" in shown
+    assert "limits.max_body_bytes: 67108864  # default" in shown
+
+
+def test_the_plan_of_published_k3_has_the_worked_numbers() -> None:
+    table = tpvision("plan", "--capacities", "16384,65536", "--tp", "2").stdout
+    assert "320,274,432" in table
+    plan = json.loads(tpvision("plan", "--capacities", "16384,65536", "--tp", "2", "--json").stdout)
+    assert plan["dropping_top_tier_frees"]["reference"]["total_bytes"] == 320_274_432
+    assert plan["largest_image"]["patches"] == 67_320
+
+
+def test_the_demo_makes_a_model_and_embeds_the_photograph(tmp_path: Path) -> None:
+    ended = tpvision("demo", "--once", "--port", "0", "--out", str(tmp_path / "model"), timeout_s=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "[1610, 128]" in ended.stdout
+    assert "forward" in ended.stdout
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_leaves_no_process(number: int) -> None:
+    service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
+    pids = descendants(service.process.pid)
+    assert len(pids) >= 5  # torchrun, two ranks, two decode processes
+    assert service.stop(number) == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_accepted_requests_finish_while_draining() -> None:
+    service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
+    answers: list[httpx.Response] = []
+    sender = threading.Thread(target=lambda: answers.append(service.encode(acceptance_picture(1792, 1008))))
+    with httpx.Client(base_url=service.url, trust_env=False) as other:
+        sender.start()
+        wait_until(lambda: other.get("/v1/capacity").json()["in_flight"]["free_patches"] < 65536)
+        service.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: other.get("/readyz").status_code == 503)
+        refused = other.post("/v1/encode", content=GOOD)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert int(refused.headers["retry-after"]) >= 1
+        sender.join(60)
+    assert answers[0].status_code == 200
+    assert service.process.wait(30) == 0
+    service.stop()
+
+
+def test_a_killed_front_end_leaves_no_process() -> None:
+    service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
+    pids = descendants(service.process.pid)
+    service.stop(signal.SIGKILL)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
+
+
+def test_a_killed_rank_is_replaced_and_the_next_request_works() -> None:
+    service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
+    before = service.encode(GOOD)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(service.process.pid)}
+    rank = max(pid for pid, command in commands.items() if b"tp.worker\0" in command and b"tp.launch" not in command)
+    os.kill(rank, signal.SIGKILL)
+    wait_until(lambda: service.client.get("/readyz").status_code == 503, timeout_s=2)
+    assert service.client.get("/livez").status_code == 200
+    wait_until(lambda: service.client.get("/readyz").status_code == 200, timeout_s=30)
+    assert service.encode(GOOD).content[-3000:] == before.content[-3000:]
+    assert service.stop() == 0
+
+
+def test_external_workers_join_over_a_shared_socket(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    arguments = ["--model", str(MODEL), "--tp", "2", "--device", "cpu", "--socket", str(path)]
+    command = [sys.executable, "-m", "service.cli", "worker", *arguments]
+    worker = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        service = RunningService([*arguments, "--workers", "external"]).wait_ready()
+        assert service.encode(GOOD).status_code == 200
+        pids = descendants(worker.pid)
+        worker.send_signal(signal.SIGTERM)  # both at once, as a container runtime does
+        assert service.stop() == 0
+        assert worker.wait(30) == 0
+        assert not any(is_alive(pid) for pid in pids)
+    finally:
+        worker.kill()
+        worker.wait()
