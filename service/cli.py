@@ -25,6 +25,7 @@ from tp.slab import SlabError
 from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, read_spec
 
 EXIT_USAGE = 2
+_PLAN_COLUMNS = 132
 _FLAGS = {  # flag -> setting
     "model": "model.path",
     "dtype": "model.dtype",
@@ -79,7 +80,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         Console().print_json(data=plan.as_dict())
     else:
-        Console().print(render(plan))
+        Console(width=max(_PLAN_COLUMNS, Console().width)).print(
+            render(plan)
+        )  # a number cut short is worse than a wrap
     return 0
 
 

@@ -81,3 +81,21 @@ def images_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The geometry list of a safetensors answer."""
     assert answer.status_code == 200, answer.text
     return json.loads(metadata_of(answer)["images"])  # type: ignore[no-any-return]
+
+
+def descendants(pid: int) -> list[int]:
+    """All living processes below `pid`, by /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        if not fields["State"].startswith("Z"):
+            parents[int(fields["Pid"])] = int(fields["PPid"])
+    found: list[int] = []
+    frontier = [pid]
+    while frontier:
+        frontier = [child for child, parent in parents.items() if parent in frontier]
+        found += frontier
+    return found

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 from make_photograph import acceptance_picture
-from running import GOLDEN, ROOT, RunningService
+from running import GOLDEN, ROOT, RunningService, descendants
 
 MODEL = GOLDEN / "tiny-k3-f32"
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
@@ -33,24 +33,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
-
-
-def descendants(pid: int) -> list[int]:
-    """All living processes below `pid`, by /proc."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
-        except OSError:
-            continue
-        if not fields["State"].startswith("Z"):
-            parents[int(fields["Pid"])] = int(fields["PPid"])
-    found: list[int] = []
-    frontier = [pid]
-    while frontier:
-        frontier = [child for child, parent in parents.items() if parent in frontier]
-        found += frontier
-    return found
 
 
 def is_alive(pid: int) -> bool:

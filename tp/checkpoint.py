@@ -177,6 +177,8 @@ def _read_header(path: Path, prefixes: tuple[str, ...]) -> list[TensorEntry]:
                     f"{path} is truncated or no safetensors file: {size} bytes, with a header of {length} announced"
                 )
             header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("no JSON object")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the index names it for vision tensors") from None
     except OSError as error:

@@ -55,10 +55,11 @@ def resampling_matrix(size_in: int, size_out: int, interpolation: Interpolation,
     """[out, in] in float32: row i holds the weights of output i, whose source is (i + 0.5) * in / out - 0.5.
 
     Bilinear clamps the source at 0; bicubic (A = -0.75) clamps its four taps to the border. Sources and weights are
-    computed in float32, as `interpolate` does. Equal sizes give the identity. At most 512 x 64 floats are kept each.
+    float32, rounded where `interpolate` rounds them: scale first, then product and difference in one fused step.
+    Equal sizes give the identity. Kept for the sizes met last, 128 KiB each at most for a 64-entry table.
     """
     scale = torch.tensor(size_in, dtype=torch.float32) / size_out
-    source = scale * (torch.arange(size_out, dtype=torch.float32) + 0.5) - 0.5
+    source = (scale.double() * (torch.arange(size_out) + 0.5) - 0.5).float()
     if interpolation == "bilinear":
         source = source.clamp(min=0)
     floor = source.floor()

@@ -107,9 +107,9 @@ def test_last_share_is_short() -> None:
 
 
 def test_frames_count_in_rows_not_in_tokens() -> None:
-    # 2 tokens of 3 frames, 2 tokens of an image; 3 tokens a rank
-    shares = split_tokens([Grid(3, 2, 4), Grid(1, 2, 4)], 2)
-    assert shares == (TokenShare(0, ((2, 3), (1, 1))), TokenShare(28, ((1, 1),)))
+    # 2 tokens of 3 frames, 4 tokens of an image; 3 tokens a rank
+    shares = split_tokens([Grid(3, 2, 4), Grid(1, 2, 8)], 2)
+    assert shares == (TokenShare(0, ((2, 3), (1, 1))), TokenShare(28, ((3, 1),)))
 
 
 @pytest.mark.parametrize("world_size", range(1, 13))

@@ -7,7 +7,7 @@ from tp.positions import add_position_embedding_, resampling_matrix, rotate_, ro
 from tp.spec import Grid
 
 CPU = torch.device("cpu")
-SIZES = [(16, 4), (16, 6), (16, 17), (16, 512), (64, 2), (64, 50), (64, 132)]
+SIZES = [(16, 4), (16, 6), (16, 18), (16, 512), (64, 2), (64, 50), (64, 132)]
 
 
 def test_bilinear_weights_by_hand() -> None:
@@ -39,15 +39,14 @@ def test_equal_sizes_give_the_identity(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("size_in", "size_out"), SIZES)
 def test_resampling_is_what_interpolate_does(mode: str, size_in: int, size_out: int) -> None:
-    table = torch.randn(size_in, size_in, 3, generator=torch.Generator().manual_seed(1))
+    table = torch.randn(size_in, size_in, 32, generator=torch.Generator().manual_seed(1))
     channels_first = table.permute(2, 0, 1)[None]
     expected = F.interpolate(channels_first, (size_out, 6), mode=mode, align_corners=False)[0].permute(1, 2, 0)
-    grid = Grid(1, size_out, 6) if size_out % 2 == 0 else Grid(1, size_out + 1, 6)
-    if grid.h != size_out:
-        expected = F.interpolate(channels_first, (grid.h, 6), mode=mode, align_corners=False)[0].permute(1, 2, 0)
-    x = torch.zeros(grid.num_patches, 3)
+    grid = Grid(1, size_out, 6)
+    x = torch.zeros(grid.num_patches, 32)
     add_position_embedding_(x, table, grid, mode)
-    torch.testing.assert_close(x, expected.flatten(0, 1)[row_order(grid)], rtol=0, atol=1e-6)
+    # torch's own kernels for it differ by this much, in the rounding of the source coordinate
+    torch.testing.assert_close(x, expected.flatten(0, 1)[row_order(grid)], rtol=0, atol=1e-5)
 
 
 def test_rows_are_in_token_order() -> None:

@@ -1,0 +1,32 @@
+"""The golden tokens from CUDA: one GPU, or two ranks on two GPUs over NCCL where there are two (`pytest -m gpu`)."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from running import GOLDEN, REFERENCE_IMAGES, RunningService
+from safetensors.torch import load, load_file
+
+pytestmark = pytest.mark.gpu
+
+MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+MODEL = MANIFEST["models"]["tiny-k3"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_tokens_are_the_golden_ones(start_service: Any, dtype: str, world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    arguments = ["--model", str(GOLDEN / f"tiny-k3-{dtype}"), "--tp", str(world_size), "--device", "cuda"]
+    service: RunningService = start_service(*arguments, **REFERENCE_IMAGES)
+    expected = load_file(GOLDEN / MODEL["expected"])
+    names = [name for name in MODEL["emb_images"] if f"{name}/emb_bf16w_f32" in expected]
+    for name in names:
+        answer = service.encode((GOLDEN / MANIFEST["images"][name]["file"]).read_bytes())
+        tokens = load(answer.content)["embeddings"].float()
+        reference = expected[f"{name}/emb_{'f32' if dtype == 'f32' else 'bf16w_f32'}"]
+        error = float((tokens - reference).norm() / reference.norm())
+        assert error <= (1e-5 if dtype == "f32" else 3e-2), (name, error)
+        assert torch.cosine_similarity(tokens, reference, dim=-1).min() >= 0.999
