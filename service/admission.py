@@ -8,14 +8,16 @@ are gone); its rows are free when the last lets go.
 import bisect
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from service.errors import Overloaded, RequestTooLarge
 from tp.settings import LimitSettings
 from tp.slab import Run
 
-_RATE_WEIGHT = 0.2  # of the newest batch in the moving average of the drain rate
+_AVERAGE_S = 10.0  # time constant of all averages
+_LONGEST_RETRY_S = 600
 
 
 class RowAllocator:
@@ -111,33 +113,62 @@ class HeldBytes:
         self.release()
 
 
-class Admission:
-    """Grants permits, or refuses at once with the reason and when to come back."""
+class Rate:
+    """A rate of work, cost a second, averaged over about the last ten seconds of work."""
 
-    def __init__(self, num_patches: int, limits: LimitSettings) -> None:
+    def __init__(self) -> None:
+        self._cost = 0.0
+        self._seconds = 0.0
+
+    def add(self, cost: float, seconds: float) -> None:
+        """Note work of `cost` that took `seconds`."""
+        kept = math.exp(-seconds / _AVERAGE_S)
+        self._cost = kept * self._cost + cost
+        self._seconds = kept * self._seconds + seconds
+
+    def seconds_for(self, cost: float) -> float | None:
+        """How long that much work takes; None before the first measurement."""
+        return cost * self._seconds / self._cost if self._cost and self._seconds else None
+
+
+class Admission:
+    """Grants permits, or refuses at once with the reason and when to come back.
+
+    Work is counted in patch equivalents (EncoderSpec.cost). `Retry-After` is the time until what is queued and what was
+    promised to others that were refused is done, at the measured rate; and longer by the ratio of arriving to done
+    work while more arrives than is done, since those who come back then have to share with those who come first.
+    """
+
+    def __init__(self, num_patches: int, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.allocator = RowAllocator(num_patches)
-        self.queued_cost = 0.0  # patch equivalents admitted and not yet answered
+        self.queued_cost = 0.0  # admitted and not yet answered
         self.bytes_in_flight = 0  # bodies being read, answers not yet sent
         self._limits = limits
-        self._drain_rate: float | None = None  # cost a second over all groups, as measured; None before the first batch
+        self._clock = clock
+        self._drained = Rate()  # answered work over the time in which there was any
+        self._encoded = Rate()  # batches over the time that they took on the workers
+        self._drained_until = clock()
+        self._offered_cost = 0.0  # decaying sum of what arrived
+        self._offered_at = clock()
+        self._promises: list[tuple[float, float]] = []  # when a refused client was told to return, and its cost
 
     @contextlib.contextmanager
     def admit(self, sizes: Sequence[int], *, cost: float) -> Iterator[Permit]:
-        """Rows for images of these patch counts until the block ends. Raises RequestTooLarge or Overloaded.
-
-        `cost` is their work in patch equivalents (EncoderSpec.cost), counted as queued for as long.
-        """
+        """Rows for images of these patch counts until the block ends. Raises RequestTooLarge or Overloaded."""
         total = sum(sizes)
         if total > self.allocator.num_patches:
             raise RequestTooLarge(
                 f"the request's images have {total} patches in all, but only {self.allocator.num_patches} fit at once",
                 numbers={"patches": total, "limit": self.allocator.num_patches},
             )
+        self._note_offer(cost)
         if self.expected_wait_s() > self._limits.max_queue_s:
-            raise self._overloaded(f"the queue is longer than {self._limits.max_queue_s:g} s")
+            raise self._overloaded(f"the queue is longer than {self._limits.max_queue_s:g} s", cost)
         runs = self.allocator.allocate(sizes)
         if runs is None:
-            raise self._overloaded(f"{total} patches do not fit beside what is in flight")
+            raise self._overloaded(f"{total} patches do not fit beside what is in flight", cost)
+        if self.queued_cost == 0:
+            self._drained_until = self._clock()  # there was nothing to do until now
         permit = Permit([Rows(run, self.allocator) for run in runs])
         self.queued_cost += cost
         try:
@@ -150,18 +181,37 @@ class Admission:
     def check_bytes(self, num_bytes: int) -> None:
         """Raise Overloaded if that many more bytes do not fit."""
         if self.bytes_in_flight + num_bytes > self._limits.max_inflight_bytes:
-            raise self._overloaded(f"{self.bytes_in_flight} bytes of bodies and answers are in flight")
+            raise self._overloaded(f"{self.bytes_in_flight} bytes of bodies and answers are in flight", 0.0)
 
-    def note_batch(self, cost: float, seconds: float, num_groups: int) -> None:
-        """Learn the drain rate from a finished batch."""
-        rate = cost / max(seconds, 1e-6) * num_groups
-        old = self._drain_rate
-        self._drain_rate = rate if old is None else old + _RATE_WEIGHT * (rate - old)
+    def note_batch(self, cost: float, seconds: float) -> None:
+        """Learn from a batch that has just finished and took `seconds` on the workers."""
+        now = self._clock()
+        self._encoded.add(cost, seconds)
+        self._drained.add(cost, now - self._drained_until)
+        self._drained_until = now
 
     def expected_wait_s(self) -> float:
-        """Seconds until all that is queued now is done, at the measured rate; 0 while nothing was measured."""
-        return self.queued_cost / self._drain_rate if self._drain_rate else 0.0
+        """Seconds until all that is queued now is done; 0 while nothing was measured."""
+        return self._drained.seconds_for(self.queued_cost) or 0.0
 
-    def _overloaded(self, reason: str) -> Overloaded:
-        wait_s = max(1, math.ceil(self.expected_wait_s()))
+    def expected_batch_s(self, cost: float) -> float | None:
+        """Seconds that a batch takes on the workers; None while nothing was measured."""
+        return self._encoded.seconds_for(cost)
+
+    def _overloaded(self, reason: str, cost: float) -> Overloaded:
+        now = self._clock()
+        self._promises = [promise for promise in self._promises if promise[0] > now]
+        ahead = self.queued_cost + sum(promised for _, promised in self._promises)
+        expected_s = (self._drained.seconds_for(ahead) or 0.0) * self._pressure()
+        wait_s = min(max(1, math.ceil(expected_s)), _LONGEST_RETRY_S)
+        self._promises.append((now + wait_s, cost))
         return Overloaded(f"{reason}; try again in {wait_s} s", retry_after_s=wait_s)
+
+    def _note_offer(self, cost: float) -> None:
+        now = self._clock()
+        self._offered_cost = self._offered_cost * math.exp((self._offered_at - now) / _AVERAGE_S) + cost
+        self._offered_at = now
+
+    def _pressure(self) -> float:
+        """Arriving work over done work, at least 1."""
+        return max(1.0, (self._drained.seconds_for(self._offered_cost) or 0.0) / _AVERAGE_S)

@@ -8,7 +8,7 @@ alone, so that a poison image takes nobody with it.
 import asyncio
 import collections
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from service.admission import Rows
@@ -142,10 +142,10 @@ class Batcher:
                 self._has_entries.set()
             entry.rows.release()
 
-    def fail_all(self, error: Exception) -> None:
-        """Answer everything that still waits with one error."""
+    def fail_all(self, make_error: Callable[[], Exception]) -> None:
+        """Answer everything that still waits, each with an error of its own."""
         while self._queue:
             entry = self._queue.popleft()
             if entry.is_wanted:
-                entry.future.set_exception(error)
+                entry.future.set_exception(make_error())
         self._has_entries.clear()

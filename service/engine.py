@@ -13,12 +13,12 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from service.admission import Admission, Permit
-from service.batcher import Batcher, Entry
+from service.batcher import MAX_LOSSES, Batcher, Entry, PackedBatch
 from service.body import Body, ImageBytes
 from service.decoders import DecoderPool, UnpackedBody
 from service.errors import DeadlineExceeded, NotReady, ServiceError, WorkersLost
@@ -42,6 +42,8 @@ State = Literal["loading", "ready", "draining", "failed"]
 _BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
 _STOP_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
+_HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
+_HANG_FLOOR_S = 30.0  # but none is called hung before
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,20 @@ class Encoded:
     times_s: dict[str, float]
 
 
+@dataclass(slots=True)
+class RequestCounts:
+    """Requests since the start. Each accepted one is answered once or its client has gone: nothing is lost."""
+
+    accepted: int = 0
+    answered: int = 0
+    client_gone: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Accepted and neither answered nor gone."""
+        return self.accepted - self.answered - self.client_gone
+
+
 class Engine:
     """Turns images into merged tokens. One per process; built, started and stopped by `service.app`."""
 
@@ -81,10 +97,11 @@ class Engine:
         self.admission = Admission(settings.slab_patches, settings.limits)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._on_progress = on_progress
+        self.counts = RequestCounts()
         self._batcher = Batcher(settings.capacity.max_patches_per_image)
         self._launchers: dict[int, GroupLauncher] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_active = 0
+        self._has_encoded_since_poison = True
         self.ready = asyncio.Event()  # a group was ready at least once
         self._idle = asyncio.Event()
         self._idle.set()
@@ -110,7 +127,7 @@ class Engine:
         """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image."""
         self.check_serving()
         entries: list[Entry] = []
-        with self._active():
+        with self._active():  # from here on it is accepted, and gets exactly one answer
             try:
                 async with asyncio.timeout(self.settings.limits.request_timeout_s):
                     return await self._encode(images, options, entries)
@@ -159,7 +176,8 @@ class Engine:
             "queued_s": self.admission.expected_wait_s(),
             "bytes": self.admission.bytes_in_flight,
         }
-        return {**self.plan.as_dict(), "ranks": ranks, "in_flight": in_flight}
+        requests = {**asdict(self.counts), "in_flight": self.counts.in_flight}
+        return {**self.plan.as_dict(), "ranks": ranks, "in_flight": in_flight, "requests": requests}
 
     async def dispatch(self, group: WorkerGroup) -> None:
         """Feed one batch after another to a group, and settle them, until the group is lost."""
@@ -172,15 +190,18 @@ class Engine:
             if batch is None:
                 continue
             started = time.monotonic()
+            timeout_s = self._batch_timeout_s(batch)
             try:
-                async with asyncio.timeout(self.settings.limits.batch_timeout_s):
+                async with asyncio.timeout(timeout_s):
                     replies = await group.encode(batch.as_message())
             except (GroupLost, TimeoutError) as error:
-                group.mark_lost(str(error) or f"a batch took over {self.settings.limits.batch_timeout_s:g} s")
+                group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs")
+                self._excuse_poison(group, batch)
                 await self._bury(group)
                 self._batcher.give_back(batch)
                 return
-            self.admission.note_batch(batch.cost, time.monotonic() - started, len(self._ready_groups()))
+            self._has_encoded_since_poison = True
+            self.admission.note_batch(batch.cost, time.monotonic() - started)
             self._batcher.settle(batch, replies)
 
     async def start(self) -> None:
@@ -220,13 +241,16 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), self.settings.limits.drain_timeout_s)
 
-    async def stop(self) -> None:
-        """End everything, in the order in which nobody is left writing to what is taken away."""
+    async def stop(self, *, now: bool = False) -> None:
+        """End everything, in the order in which nobody is left writing to what is taken away.
+
+        `now` does not wait for the ranks to end by themselves.
+        """
         self._draining = True
-        self._batcher.fail_all(NotReady("the service is stopping"))
+        self._batcher.fail_all(lambda: NotReady("the service is stopping", retry_after_s=_RETRY_S))
         for group in self._ready_groups():
             group.stop()
-        await asyncio.gather(*(launcher.stop(_STOP_TIMEOUT_S) for launcher in self._launchers.values()))
+        await asyncio.gather(*(launcher.stop(0 if now else _STOP_TIMEOUT_S) for launcher in self._launchers.values()))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -298,8 +322,20 @@ class Engine:
         """Return once no process of a lost group can touch the slab."""
         log.error("group %d is lost: %s", group.index, group.reason)
         if group.index in self._launchers:
-            await self._launchers[group.index].kill()
+            await self._launchers[group.index].kill(group.reason)
         await group.wait_gone()
+
+    def _excuse_poison(self, group: WorkerGroup, batch: PackedBatch) -> None:
+        """An image that loses its group twice does not burn the budget, unless nothing at all worked in between."""
+        is_poison = batch.entries[0].num_losses + 1 >= MAX_LOSSES
+        if is_poison and self._has_encoded_since_poison and group.index in self._launchers:
+            self._launchers[group.index].excuse_losses(MAX_LOSSES)
+            self._has_encoded_since_poison = False
+
+    def _batch_timeout_s(self, batch: PackedBatch) -> float:
+        limit_s = self.settings.limits.batch_timeout_s
+        expected_s = self.admission.expected_batch_s(batch.cost)
+        return limit_s if expected_s is None else min(limit_s, max(_HANG_FLOOR_S, _HANG_FACTOR * expected_s))
 
     async def _supervise(self, launcher: GroupLauncher) -> None:
         try:
@@ -310,7 +346,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
-        self._batcher.fail_all(WorkersLost("the worker groups are gone and will not come back"))
+        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good", retry_after_s=_RETRY_S))
 
     def _ready_groups(self) -> list[WorkerGroup]:
         return [group for group in self._control.groups.values() if group.ready.is_set() and not group.lost.is_set()]
@@ -326,13 +362,20 @@ class Engine:
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
-        self._num_active += 1
+        self.counts.accepted += 1
         self._idle.clear()
         try:
             yield
+        except asyncio.CancelledError:
+            self.counts.client_gone += 1
+            raise
+        except BaseException:
+            self.counts.answered += 1
+            raise
+        else:
+            self.counts.answered += 1
         finally:
-            self._num_active -= 1
-            if self._num_active == 0:
+            if self.counts.in_flight == 0:
                 self._idle.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

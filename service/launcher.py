@@ -22,7 +22,7 @@ from tp.settings import Settings, as_environ
 
 log = logging.getLogger("tpvision.launcher")
 
-_BACK_OFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
+_BACK_OFF_S = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
 _SHUTDOWN_GRACE_S = 5
 
 
@@ -54,6 +54,8 @@ class GroupLauncher:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._losses: collections.deque[float] = collections.deque()
+        self._num_excused = 0
+        self._kill_reason: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
         self._is_ready = asyncio.Event()
 
@@ -82,6 +84,10 @@ class GroupLauncher:
         """This incarnation is ready: its start can no longer time out."""
         self._is_ready.set()
 
+    def excuse_losses(self, num_losses: int) -> None:
+        """Take the latest losses, the one under way included, off the budget: they are one poison image's."""
+        self._num_excused += num_losses
+
     async def stop(self, timeout_s: float) -> None:
         """Wait for torchrun to end by itself (its ranks were told to stop); after `timeout_s`, end it."""
         self._stopping.set()
@@ -90,17 +96,22 @@ class GroupLauncher:
                 await asyncio.wait_for(self._process.wait(), timeout_s)
         await self.kill()
 
-    async def kill(self) -> None:
-        """End this incarnation at once, stopped ranks included, and wait until torchrun is reaped."""
+    async def kill(self, reason: str | None = None) -> None:
+        """End this incarnation at once, stopped ranks included, and wait until torchrun is reaped.
+
+        `reason` is the root cause where torchrun left none.
+        """
         process = self._process
         if process is None:
             return
+        self._kill_reason = self._kill_reason or reason
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)  # the ranks get theirs from the kernel: tp.process.die_with_parent
         await process.wait()
 
     async def _launch_once(self) -> int:
         self._error_file.unlink(missing_ok=True)
+        self._kill_reason = None
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
             *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -115,21 +126,23 @@ class GroupLauncher:
         try:
             await asyncio.wait_for(self._is_ready.wait(), self._start_timeout_s)
         except TimeoutError:
-            log.error("group %d was not ready within %g s", self._group, self._start_timeout_s)
-            await self.kill()
+            await self.kill(f"it was not ready within {self._start_timeout_s:g} s")
 
     async def _back_off(self, cause: RootCause) -> None:
         limits = self._settings.parallel
         now = time.monotonic()
         self._losses.append(now)
-        while now - self._losses[0] > limits.restart_window_s:
+        while self._num_excused and self._losses:
+            self._losses.pop()
+            self._num_excused -= 1
+        while self._losses and now - self._losses[0] > limits.restart_window_s:
             self._losses.popleft()
         if len(self._losses) > limits.max_restarts:
             raise BudgetSpentError(
                 f"group {self._group} was lost {len(self._losses)} times within {limits.restart_window_s:g} s; "
                 f"root cause: {cause.text}"
             )
-        delay_s = _BACK_OFF_S[min(len(self._losses), len(_BACK_OFF_S)) - 1]
+        delay_s = _BACK_OFF_S[min(len(self._losses), len(_BACK_OFF_S) - 1)]
         log.warning("group %d was lost (%s); starting it again in %g s", self._group, cause.text, delay_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay_s)
@@ -170,6 +183,8 @@ class GroupLauncher:
             message = json.loads(self._error_file.read_bytes())["message"]
             text = message if isinstance(message, str) else str(message["message"])
         except (OSError, ValueError, KeyError, TypeError):
-            return RootCause(f"torchrun ended with status {code} and left no error file", is_fatal=False)
+            return RootCause(self._kill_reason or f"torchrun ended with status {code}", is_fatal=False)
         name, _, reason = text.partition(": ")
-        return RootCause(reason, is_fatal=True) if name == "FatalStartError" else RootCause(text, is_fatal=False)
+        if name == "FatalStartError":
+            return RootCause(reason, is_fatal=True)
+        return RootCause(self._kill_reason or text, is_fatal=False)

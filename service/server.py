@@ -72,7 +72,7 @@ async def serve(
         server.should_exit = True
         server.force_exit = stop_now.is_set()
         await serving
-        await engine.stop()
+        await engine.stop(now=stop_now.is_set())
     if isinstance(failure, Exception):
         raise failure
     if engine.failure.done():

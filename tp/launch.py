@@ -4,12 +4,14 @@ torchrun does not notice when its own parent is killed, and leaves its ranks beh
 launcher of the service starts this module in torchrun's place; the ranks themselves die with torchrun (`tp.worker`).
 """
 
+import os
 import sys
 
-from tp.process import die_with_parent
+from tp.process import PARENT_VARIABLE, die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv.pop(1)))
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     from torch.distributed.run import main
 
     main(sys.argv[1:])

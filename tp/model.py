@@ -216,8 +216,14 @@ def merge(x: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
 def pixel_table(processor: ProcessorSpec, dtype: torch.dtype) -> Tensor:
     """[3 * 256]: what each pixel value of each channel becomes, with the reference's rounding at each step.
 
-    v / 255 in float64 to float32; less the mean in float64 to float32; times 1 / std in float64 to float32; to dtype.
+    K3, K2.5: v / 255 in float64 to float32; less the mean in float64 to float32; times 1 / std in float64 to float32.
+    Kimi-VL: v / 255, less the mean, divided by std, all in float32.
     """
+    if processor.rule == "kimi_vl":
+        values = torch.arange(256, dtype=torch.float32) / 255
+        means, stds = torch.tensor([processor.mean, processor.std], dtype=torch.float32)[..., None]  # [3, 1] each
+        table: Tensor = (values - means) / stds
+        return table.flatten().to(dtype)
     scaled = (torch.arange(256, dtype=torch.float64) / 255).float()
     channels = [
         ((scaled.double() - mean).float().double() * (1 / std)).float()

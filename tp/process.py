@@ -12,6 +12,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 EXIT_ORPHANED = 65
+PARENT_VARIABLE = "TP_PARENT_PID"  # how torchrun's own pid reaches the ranks
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:

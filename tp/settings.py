@@ -73,6 +73,9 @@ class ParallelSettings(_Section):
     threads: int | None = Field(None, ge=1, description="CPU threads per rank. Default: cores / ranks.")
     max_restarts: int = Field(5, ge=0, description="Group losses within restart_window_s before the service gives up.")
     restart_window_s: float = Field(600, gt=0, description="Seconds over which losses are counted.")
+    collective_timeout_s: float | None = Field(
+        None, gt=0, description="What a rank waits for its peers in a collective. Default: limits.batch_timeout_s + 60."
+    )
     start_timeout_s: float = Field(600, gt=0, description="Seconds from launch to ready, weights loaded and warm.")
 
     @field_validator("socket")
@@ -153,7 +156,10 @@ class LimitSettings(_Section):
     body_timeout_s: float = Field(60, gt=0, description="From the headers to the last body byte; more is 408.")
     decode_timeout_s: float = Field(20, gt=0, description="One image's decode and resize; more is 422, process killed.")
     batch_timeout_s: float = Field(
-        600, gt=0, description="One batch on the workers; more counts as a hang: the group is killed and restarted."
+        600,
+        gt=0,
+        description="One batch on the workers, at most; more is a hang: the group is killed and restarted. Once the "
+        "rate is known, ten times the expected time is enough, but never less than 30 s.",
     )
     drain_timeout_s: float = Field(60, ge=0, description="After SIGTERM, for accepted requests to finish.")
 
@@ -192,6 +198,11 @@ class Settings(_Section):
     def slab_patches(self) -> int:
         """Patches of the slab, default worked out."""
         return self.capacity.slab_patches or 4 * self.capacity.max_patches_per_image * self.parallel.groups
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Seconds in a collective; by default longer than a batch may take, so that the batch deadline acts first."""
+        return self.parallel.collective_timeout_s or self.limits.batch_timeout_s + 60
 
     def rank_threads(self, num_cores: int) -> int:
         """CPU threads of one rank on a machine with that many cores."""

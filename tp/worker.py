@@ -23,7 +23,7 @@ from tp import wire
 from tp.checkpoint import CheckpointError, fingerprint, read_vision_tensors
 from tp.control import EXIT_FRONT_END_GONE, ControlClient, RefusedError
 from tp.parallel import TPGroup
-from tp.process import die_with_parent, resident_bytes
+from tp.process import PARENT_VARIABLE, die_with_parent, resident_bytes
 from tp.runner import Runner
 from tp.settings import Settings, load_settings
 from tp.slab import Slab, SlabLayout
@@ -42,7 +42,7 @@ class FatalStartError(RuntimeError):
 @record
 def main() -> None:
     """The rank's whole life."""
-    die_with_parent()
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front-end, which drains
     arguments = _parse_arguments()
     settings = load_settings(environ=os.environ).settings
@@ -109,7 +109,7 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
     device = choose_device(settings)
     if device.type == "cpu" and settings.parallel.threads is not None:
         torch.set_num_threads(settings.parallel.threads)
-    group = TPGroup.from_environment(device, timeout_s=settings.limits.batch_timeout_s + 60)
+    group = TPGroup.from_environment(device, timeout_s=settings.collective_timeout_s)
     runner = Runner.load(
         settings.model.path,
         spec,

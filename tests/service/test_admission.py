@@ -58,21 +58,85 @@ def test_a_request_over_the_slab_is_not_an_overload() -> None:
 
 def test_a_full_slab_is_refused_with_a_time_to_come_back() -> None:
     admission = Admission(16, LimitSettings())
-    with admission.admit([16], cost=16), pytest.raises(Overloaded) as caught, admission.admit([4], cost=4):
+    with admission.admit([16], cost=16):
+        assert refusal(admission, cost=4) == 1
+
+
+class Clock:
+    """Seconds that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measured(clock: Clock, num_patches: int = 64, **limits: float) -> Admission:
+    """An admission that has seen 2 patch equivalents a second, all of the time."""
+    admission = Admission(num_patches, LimitSettings(**limits), clock)
+    with admission.admit([4], cost=4):
+        clock.now += 2
+        admission.note_batch(cost=4, seconds=1)
+    clock.now += 1000  # what arrived is long forgotten
+    return admission
+
+
+def refusal(admission: Admission, cost: float) -> float:
+    with pytest.raises(Overloaded) as caught, admission.admit([4], cost=cost):
         pass
-    assert caught.value.retry_after_s == 1
+    assert caught.value.retry_after_s is not None
+    return caught.value.retry_after_s
 
 
 def test_a_long_queue_is_refused_at_the_measured_rate() -> None:
-    admission = Admission(64, LimitSettings(max_queue_s=10))
-    admission.note_batch(cost=4, seconds=2, num_groups=1)  # 2 a second
+    admission = measured(Clock(), max_queue_s=10)
     with admission.admit([4], cost=100):
         assert admission.expected_wait_s() == 50
-        with pytest.raises(Overloaded) as caught, admission.admit([4], cost=4):
-            pass
-    assert caught.value.retry_after_s == 50
+        assert refusal(admission, cost=4) >= 50
     with admission.admit([4], cost=4):  # and the queue is empty again
         assert admission.queued_cost == 4
+
+
+def test_those_who_are_refused_are_told_to_come_one_after_the_other() -> None:
+    clock = Clock()
+    admission = measured(clock, num_patches=4)
+    with admission.admit([4], cost=4):
+        clock.now += 100
+        waits = [refusal(admission, cost=4) for _ in range(3)]
+    assert waits == [2, 4, 6]  # each behind the 4 in the queue and the 4 of each who was refused before
+
+
+def test_a_promise_is_over_when_its_time_has_come() -> None:
+    clock = Clock()
+    admission = measured(clock, num_patches=4)
+    with admission.admit([4], cost=4):
+        clock.now += 100
+        assert refusal(admission, cost=8) == 2
+        clock.now += 100
+        assert refusal(admission, cost=8) == 2
+
+
+def test_while_more_arrives_than_is_done_returning_takes_longer() -> None:
+    clock = Clock()
+    admission = measured(clock, num_patches=4)
+    with admission.admit([4], cost=4):
+        for _ in range(100):  # 6 a second arrive, 2 are done
+            clock.now += 1
+            refusal(admission, cost=6)
+            admission._promises.clear()
+        assert refusal(admission, cost=6) in (6, 7)
+
+
+def test_idle_time_does_not_slow_the_measured_rate() -> None:
+    clock = Clock()
+    admission = measured(clock)
+    clock.now += 50
+    with admission.admit([4], cost=4):
+        clock.now += 2
+        admission.note_batch(cost=4, seconds=2)
+        assert admission.expected_wait_s() == pytest.approx(2)
+    assert admission.expected_batch_s(4) == pytest.approx(1.5, rel=0.1)
 
 
 def test_bytes_count_until_released() -> None:

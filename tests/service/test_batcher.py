@@ -99,7 +99,7 @@ async def test_whoever_waits_when_everything_fails_is_told() -> None:
     batcher = Batcher(max_patches=16)
     waiting = entry(4)
     batcher.submit([waiting])
-    batcher.fail_all(NotReady("stopping"))
+    batcher.fail_all(lambda: NotReady("stopping"))
     with pytest.raises(NotReady):
         await waiting.future
     assert len(batcher) == 0

