@@ -18,6 +18,7 @@ from tp.slab import Run
 
 _AVERAGE_S = 10.0  # time constant of all averages
 _LONGEST_RETRY_S = 600
+_MAX_PRESSURE = 2.5
 
 
 class RowAllocator:
@@ -213,5 +214,5 @@ class Admission:
         self._offered_at = now
 
     def _pressure(self) -> float:
-        """Arriving work over done work, at least 1."""
-        return max(1.0, (self._drained.seconds_for(self._offered_cost) or 0.0) / _AVERAGE_S)
+        """Arriving work over done work, at least 1 and capped: a burst seldom lasts for longer."""
+        return min(_MAX_PRESSURE, max(1.0, (self._drained.seconds_for(self._offered_cost) or 0.0) / _AVERAGE_S))

@@ -21,16 +21,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import errors
 from service.engine import Engine
+from service.fetch import Fetcher
 from service.keys import KeyRing
-from service.openapi import add_schemas, error_responses
+from service.openapi import BEFORE_ROUTES, add_schemas, add_security, error_responses
+from service.protocol import PROBES
 from service.routes import GoneError, router
 from tp.settings import Settings
 
 log = logging.getLogger("tpvision.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_PROBES = ("/livez", "/readyz", "/health")
 _CLIENT_GONE = 499  # nginx's number; nobody is there to read it
+
+
+def create_probe_app(engine: Engine) -> FastAPI:
+    """Nothing but the probes, for a port of their own."""
+    app = FastAPI(title="tpvision probes", openapi_url=None, redirect_slashes=False)
+    _add_probes(app, engine)
+    _add_error_handlers(app)
+    app.add_middleware(RequestScope)
+    return app
 
 
 def create_app(settings: Settings, engine: Engine) -> FastAPI:
@@ -41,9 +51,11 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         version="0.1.0",
         docs_url="/docs",
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.engine = engine
     app.state.keys = None if settings.server.api_keys_file is None else KeyRing.read(settings.server.api_keys_file)
+    app.state.fetcher = Fetcher(settings.urls) if settings.urls.fetch == "on" else None
     app.state.started_at = time.time()
     app.include_router(router)
     _add_probes(app, engine)
@@ -92,24 +104,24 @@ class RequestScope:
                 error = errors.InternalError("an internal error; the log has it under this answer's x-request-id")
                 await _error_response(error)(scope, receive, send_named)
         finally:
-            if scope["path"] not in _PROBES or status >= 400:
+            if scope["path"] not in PROBES or status >= 400:
                 elapsed_ms = (time.monotonic() - started) * 1000
                 log.info("%s %s %d %.1f ms id=%s", scope["method"], _route_of(scope), status, elapsed_ms, request_id)
 
 
 def _add_probes(app: FastAPI, engine: Engine) -> None:
-    @app.get("/livez")
+    @app.get("/livez", responses=error_responses(*BEFORE_ROUTES))
     async def livez() -> dict[str, str]:
         """Alive: the process and its event loop answer."""
         return {"status": "alive"}
 
-    @app.get("/readyz", responses=error_responses(503))
+    @app.get("/readyz", responses=error_responses(*BEFORE_ROUTES, 503))
     async def readyz() -> dict[str, str]:
         """Ready: at least one group is loaded and warm, and the service is not draining."""
         engine.check_serving()
         return {"status": engine.state}
 
-    @app.get("/health", responses=error_responses(503))
+    @app.get("/health", responses=error_responses(*BEFORE_ROUTES, 503))
     async def health() -> dict[str, str]:
         """The same as /readyz, where load balancers look for it."""
         return await readyz()
@@ -173,4 +185,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         app.openapi_schema = add_schemas(document)
+        if app.state.keys is not None:
+            add_security(app.openapi_schema)
     return app.openapi_schema

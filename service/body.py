@@ -123,6 +123,7 @@ async def _receive(
     async with aclosing(request.stream()) as stream:
         try:
             async with asyncio.timeout(timeout_s):
+                _refuse_encoded(request)
                 _check_length(_declared_bytes(request), max_bytes)
                 await _keep(stream, keep, on_bytes, max_bytes)
         except TimeoutError:
@@ -158,6 +159,12 @@ def _refuse_unsent(request: Request, max_bytes: int) -> None:
     """A client that waits for `100 Continue` has sent nothing yet and reads our answer at once."""
     if request.headers.get("expect", "").lower() == "100-continue":
         _check_length(_declared_bytes(request), max_bytes)
+
+
+def _refuse_encoded(request: Request) -> None:
+    """A kilobyte of gzip may hold a gigabyte; images are compressed as they are."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise InvalidRequest("an encoded body: send it without Content-Encoding")
 
 
 def _declared_bytes(request: Request) -> int:

@@ -125,6 +125,7 @@ def _start_logging(settings: Settings) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=settings.server.log_level.upper(), handlers=[handler])
+    logging.getLogger("httpcore").setLevel(logging.WARNING)  # its debug lines hold what servers of URLs sent
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ one JSON object, with the descriptors of the memory files it speaks of beside it
                                    <-  {"done": ImageHeader}
     WriteTask  [image]             ->                         pixels go into the slab
                                    <-  {"done": null}
-    UnpackTask [body, output]      ->                         images are appended to the output
+    UnpackTask [body, output]      ->                         images, and URLs of others, are appended to the output
                                    <-  {"done": Unpacked}
                                    <-  {"error": …}           in place of done: the client's bytes are at fault
 """
@@ -88,6 +88,7 @@ class UnpackTask:
     route: Route
     length: int
     max_images: int
+    allow_urls: bool
     kind: Literal["unpack"] = "unpack"
 
 
@@ -96,6 +97,7 @@ class Unpacked:
     """Lengths in bytes of the images of a JSON body, one after the other in the output, and its other fields."""
 
     lengths: tuple[int, ...]
+    urls: tuple[int, ...]  # indices of those where the output holds a URL
     options: EmbeddingsOptions | None  # None on /v1/encode, whose options are in the query
 
 
@@ -167,10 +169,12 @@ class Decoder:
         body = _read(body_fd, 0, task.length)
         options = None
         if task.route == "encode":
-            images = unpack_encode(body, max_images=task.max_images)
+            sources = unpack_encode(body, max_images=task.max_images, allow_urls=task.allow_urls)
         else:
-            images, options = unpack_embeddings(body, max_images=task.max_images)
-        return Unpacked(tuple(os.write(output_fd, image) for image in images), options)
+            sources, options = unpack_embeddings(body, max_images=task.max_images, allow_urls=task.allow_urls)
+        urls = tuple(index for index, source in enumerate(sources) if isinstance(source, str))
+        files = (source.encode() if isinstance(source, str) else source for source in sources)
+        return Unpacked(tuple(os.write(output_fd, file) for file in files), urls, options)
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -58,7 +58,10 @@ class DecoderStartError(RuntimeError):
 
 
 class UnpackedBody:
-    """The image files of a JSON body, in a memory file of their own, and an embeddings body's options."""
+    """The image files of a JSON body, in a memory file of their own, and an embeddings body's options.
+
+    `urls` has the URLs in it by index; `images` holds their places all the same.
+    """
 
     def __init__(self, body: Body, unpacked: child.Unpacked) -> None:
         self._body = body
@@ -67,6 +70,8 @@ class UnpackedBody:
         self.images = tuple(
             ImageBytes(body.fd, end - length, length) for end, length in zip(ends, unpacked.lengths, strict=True)
         )
+        places = {index: self.images[index] for index in unpacked.urls}
+        self.urls = {index: os.pread(body.fd, at.length, at.offset).decode() for index, at in places.items()}
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -88,6 +93,7 @@ class DecoderPool:
     def __init__(self, processor: ProcessorSpec, settings: Settings, slab: Slab) -> None:
         self._num_processes = settings.image.decode_processes or max(2, len(os.sched_getaffinity(0)))
         self._limits = settings.limits
+        self._allow_urls = settings.urls.fetch == "on"
         self._slab = slab
         self._start = child.Start(
             processor,
@@ -146,7 +152,7 @@ class DecoderPool:
 
         Raises InvalidRequest, TooManyImages, DecodeTimeout, or NotReady while stopping.
         """
-        task = child.UnpackTask(route, body.num_bytes, self._limits.max_images_per_request)
+        task = child.UnpackTask(route, body.num_bytes, self._limits.max_images_per_request, self._allow_urls)
         with ExitStack() as undo:
             output = undo.enter_context(Body())
             try:

@@ -3,18 +3,16 @@
     encode:   header -> geometry -> admission -> pixels into the slab -> queue -> tokens out of the slab
     dispatch: queue -> batch -> every rank of a group -> settle, or bury the group and give the batch back
 
-The engine owns the slab, the decode processes, the control socket and, where workers are managed, the launchers.
+The engine owns the slab, the decode processes and the worker groups.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from service.admission import Admission, Permit
@@ -23,11 +21,10 @@ from service.body import Body, ImageBytes
 from service.decoders import DecoderPool, UnpackedBody
 from service.errors import DeadlineExceeded, NotReady, ServiceError, WorkersLost
 from service.geometry import ImagePlan, plan_image
-from service.header import ImageHeader
-from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
+from service.groups import WorkerGroups
 from service.plan import plan_capacity, sentences
 from service.tokens import Embeddings, TokenOptions, read_tokens
-from service.transport import ControlServer, GroupLost, WorkerGroup
+from service.transport import GroupLost, WorkerGroup
 from service.unpack import Route
 from tp import wire
 from tp.settings import Settings
@@ -40,7 +37,7 @@ Result = TypeVar("Result")
 State = Literal["loading", "ready", "draining", "failed"]
 
 _BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
-_STOP_TIMEOUT_S = 10.0
+_ABANDON_TIMEOUT_S = 2.0  # a decode that goes on for longer is ended with its process
 _RETRY_S = 5.0
 _HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
 _HANG_FLOOR_S = 30.0  # but none is called hung before
@@ -95,27 +92,34 @@ class Engine:
         self.dtype = settings.compute_dtype(spec)
         self.layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[self.dtype])
         self.admission = Admission(settings.slab_patches, settings.limits)
-        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._on_progress = on_progress
         self.counts = RequestCounts()
-        self._batcher = Batcher(settings.capacity.max_patches_per_image)
-        self._launchers: dict[int, GroupLauncher] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._has_encoded_since_poison = True
         self.ready = asyncio.Event()  # a group was ready at least once
+        self._on_progress = on_progress
+        self._batcher = Batcher(settings.capacity.max_patches_per_image)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
-        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
+        self._is_draining = False
+        self._is_abandoning = False
+        self._active_tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def state(self) -> State:
         """Ready while at least one group is loaded and warm and nobody asked us to stop."""
         if self.failure.done():
             return "failed"
-        if self._draining:
+        if self._is_draining:
             return "draining"
-        return "ready" if self._ready_groups() else "loading"
+        return "ready" if self._groups.ready else "loading"
+
+    @property
+    def failure(self) -> asyncio.Future[Exception]:
+        """Set when the service cannot go on."""
+        return self._groups.failure
+
+    @property
+    def child_pids(self) -> set[int]:
+        """Children that somebody here waits for."""
+        return {*self._decoders.pids, *self._groups.pids}
 
     @property
     def model_name(self) -> str:
@@ -127,12 +131,18 @@ class Engine:
         """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image."""
         self.check_serving()
         entries: list[Entry] = []
-        with self._active():  # from here on it is accepted, and gets exactly one answer
+        task = asyncio.current_task()
+        assert task is not None
+        with self._active(task):  # from here on it is accepted, and gets exactly one answer
             try:
                 async with asyncio.timeout(self.settings.limits.request_timeout_s):
                     return await self._encode(images, options, entries)
             except TimeoutError:
                 raise self._too_late(entries) from None
+            except asyncio.CancelledError:
+                if self._is_abandoning:
+                    raise NotReady("the service is stopping", retry_after_s=_RETRY_S) from None
+                raise
             finally:
                 for entry in entries:
                     entry.future.cancel()  # whoever is not answered by now is not wanted any more
@@ -167,7 +177,7 @@ class Engine:
         """The plan in force, what each rank really holds, and what is in flight."""
         ranks = [
             {"group": group.index, "rank": number, **ready.model_dump()}
-            for group in self._ready_groups()
+            for group in self._groups.ready
             for number, ready in sorted(group.readiness.items())
         ]
         in_flight = {
@@ -184,7 +194,6 @@ class Engine:
         while True:
             await _first_of(self._batcher.wait_for_entries(), group.lost.wait())
             if group.lost.is_set():
-                await self._bury(group)
                 return
             batch = self._batcher.take()
             if batch is None:
@@ -196,11 +205,12 @@ class Engine:
                     replies = await group.encode(batch.as_message())
             except (GroupLost, TimeoutError) as error:
                 group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs")
-                self._excuse_poison(group, batch)
-                await self._bury(group)
+                if batch.entries[0].num_losses + 1 >= MAX_LOSSES:
+                    self._groups.excuse(group, MAX_LOSSES)
+                await group.gone.wait()
                 self._batcher.give_back(batch)
                 return
-            self._has_encoded_since_poison = True
+            self._groups.note_work()
             self.admission.note_batch(batch.cost, time.monotonic() - started)
             self._batcher.settle(batch, replies)
 
@@ -215,49 +225,40 @@ class Engine:
         log.info("slab: %d patches, %d bytes, allocated and touched", self.layout.num_patches, self.layout.total_bytes)
         self._decoders = DecoderPool(self.spec.processor, self.settings, self.slab)
         await self._decoders.start()
-        parallel = self.settings.parallel
-        self._control = ControlServer(
-            parallel.socket or Path(self._folder.name) / "control.sock",
-            contract=wire.contract_for(self.settings, self.spec, parallel.tensor),
-            num_groups=parallel.groups,
-            slab=self.slab,
+        self._groups = WorkerGroups(
+            self.settings,
+            self.spec,
+            self.slab,
             on_ready=self._start_dispatching,
-            on_progress=lambda group, rank, progress: self._on_progress(group.index, rank, progress),
+            on_progress=self._on_progress,
         )
-        await self._control.start()
-        if parallel.workers == "managed":
-            for index in range(parallel.groups):
-                self._launchers[index] = GroupLauncher(
-                    self.settings,
-                    group=index,
-                    socket_path=self._control.path,
-                    start_timeout_s=parallel.start_timeout_s,
-                )
-                self._spawn(self._supervise(self._launchers[index]))
+        self.failure.add_done_callback(self._fail_waiting)
+        await self._groups.start()
 
     async def drain(self) -> None:
         """Take nothing new; wait for what was accepted, up to the drain limit."""
-        self._draining = True
+        self._is_draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), self.settings.limits.drain_timeout_s)
+
+    async def abandon(self) -> None:
+        """Answer what is still in flight with 503: the drain is over. Returns when that is done, or soon."""
+        self._is_abandoning = True
+        for task in list(self._active_tasks):
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), _ABANDON_TIMEOUT_S)
 
     async def stop(self, *, now: bool = False) -> None:
         """End everything, in the order in which nobody is left writing to what is taken away.
 
         `now` does not wait for the ranks to end by themselves.
         """
-        self._draining = True
+        self._is_draining = True
         self._batcher.fail_all(lambda: NotReady("the service is stopping", retry_after_s=_RETRY_S))
-        for group in self._ready_groups():
-            group.stop()
-        await asyncio.gather(*(launcher.stop(0 if now else _STOP_TIMEOUT_S) for launcher in self._launchers.values()))
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._control.stop()
+        await self._groups.stop(now=now)
         await self._decoders.stop()
         self.slab.close()
-        self._folder.cleanup()
 
     async def _plan(self, images: Sequence[ImageBytes], options: EncodeOptions) -> list[ImagePlan]:
         headers = await _in_order([self._decoders.read_header(image) for image in images], options.param)
@@ -265,15 +266,12 @@ class Engine:
         plans = []
         for index, header in enumerate(headers):
             try:
-                plans.append(self._plan_one(header, options.policy, capacity.patch_capacities))
+                plans.append(plan_image(*header.size, self.spec.processor, capacity.patch_capacities, options.policy))
             except ServiceError as error:
                 raise error.with_param(f"{options.param}[{index}]") from None
         if options.check_plans is not None:
             options.check_plans(plans)
         return plans
-
-    def _plan_one(self, header: ImageHeader, policy: Literal["refuse", "downscale"], tiers: Sequence[int]) -> ImagePlan:
-        return plan_image(header.width, header.height, self.spec.processor, tiers, policy)
 
     async def _write_patches(
         self, images: Sequence[ImageBytes], plans: Sequence[ImagePlan], permit: Permit, param: str
@@ -304,8 +302,6 @@ class Engine:
         return sum(self.spec.cost(plan.patches) for plan in plans)
 
     def _start_dispatching(self, group: WorkerGroup) -> None:
-        if group.index in self._launchers:
-            self._launchers[group.index].note_ready()
         for number, ready in sorted(group.readiness.items()):
             log.info(
                 "group %d rank %d on %s: weights %d bytes planned, %d loaded; slab %d planned, %d mapped; "
@@ -316,40 +312,15 @@ class Engine:
         self.ready.set()
         device = group.readiness[0].device.partition(":")[0]
         for _ in range(_BATCHES_IN_FLIGHT[device]):
-            self._spawn(self.dispatch(group))
-
-    async def _bury(self, group: WorkerGroup) -> None:
-        """Return once no process of a lost group can touch the slab."""
-        log.error("group %d is lost: %s", group.index, group.reason)
-        if group.index in self._launchers:
-            await self._launchers[group.index].kill(group.reason)
-        await group.wait_gone()
-
-    def _excuse_poison(self, group: WorkerGroup, batch: PackedBatch) -> None:
-        """An image that loses its group twice does not burn the budget, unless nothing at all worked in between."""
-        is_poison = batch.entries[0].num_losses + 1 >= MAX_LOSSES
-        if is_poison and self._has_encoded_since_poison and group.index in self._launchers:
-            self._launchers[group.index].excuse_losses(MAX_LOSSES)
-            self._has_encoded_since_poison = False
+            self._groups.spawn(self.dispatch(group))
 
     def _batch_timeout_s(self, batch: PackedBatch) -> float:
         limit_s = self.settings.limits.batch_timeout_s
         expected_s = self.admission.expected_batch_s(batch.cost)
         return limit_s if expected_s is None else min(limit_s, max(_HANG_FLOOR_S, _HANG_FACTOR * expected_s))
 
-    async def _supervise(self, launcher: GroupLauncher) -> None:
-        try:
-            await launcher.run()
-        except (StartRefusedError, BudgetSpentError) as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        if not self.failure.done():
-            self.failure.set_result(error)
+    def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
         self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good", retry_after_s=_RETRY_S))
-
-    def _ready_groups(self) -> list[WorkerGroup]:
-        return [group for group in self._control.groups.values() if group.ready.is_set() and not group.lost.is_set()]
 
     def check_serving(self) -> None:
         """Raise NotReady unless requests are taken now."""
@@ -361,8 +332,9 @@ class Engine:
             raise NotReady(reason, retry_after_s=_RETRY_S)
 
     @contextlib.contextmanager
-    def _active(self) -> Iterator[None]:
+    def _active(self, task: asyncio.Task[Any]) -> Iterator[None]:
         self.counts.accepted += 1
+        self._active_tasks.add(task)
         self._idle.clear()
         try:
             yield
@@ -375,13 +347,9 @@ class Engine:
         else:
             self.counts.answered += 1
         finally:
+            self._active_tasks.discard(task)
             if self.counts.in_flight == 0:
                 self._idle.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def _in_order(work: Sequence[Awaitable[Result]], param: str) -> list[Result]:

@@ -4,9 +4,10 @@
     ├── InvalidRequest 400 ── TooManyImagesForForm
     ├── Unauthorized 401
     ├── NotFound 404 ── ModelNotFound
-    ├── MethodNotAllowed 405, NotAcceptable 406, RequestTimeout 408, BodyTooLarge 413, UnsupportedImage 415
+    ├── MethodNotAllowed 405, NotAcceptable 406, RequestTimeout 408, BodyTooLarge 413, UnsupportedImage 415,
+    │   HeadersTooLarge 431
     ├── Unprocessable 422 ── UndecodableImage, ImageTooLarge, DecodeTimeout, TooManyPatches, TooManyImages,
-    │                        RequestTooLarge, ResponseTooLarge
+    │                        RequestTooLarge, ResponseTooLarge, UrlFetchFailed
     ├── Overloaded 429
     ├── InternalError 500 ── NonFiniteOutput, EncodeFailed
     ├── NotReady 503 ── WorkersLost
@@ -100,7 +101,7 @@ class NotAcceptable(ServiceError):
 
 
 class RequestTimeout(ServiceError):
-    """The body did not arrive in time."""
+    """The headers or the body did not arrive in time."""
 
     status, code = 408, "request_timeout"
 
@@ -165,10 +166,22 @@ class ResponseTooLarge(Unprocessable):
     code = "response_too_large"
 
 
+class UrlFetchFailed(Unprocessable):
+    """A URL may be fetched, but its server gave no image file in time."""
+
+    code = "url_fetch_failed"
+
+
 class Overloaded(ServiceError):
     """The queue is full."""
 
     status, code = 429, "overloaded"
+
+
+class HeadersTooLarge(ServiceError):
+    """The request line and headers are over the limit, or there are too many of them."""
+
+    status, code = 431, "headers_too_large"
 
 
 class InternalError(ServiceError):

@@ -1,7 +1,17 @@
-"""API keys: read from a file, compared in constant time, never logged."""
+"""API keys: read from a file, again whenever it changes, compared in constant time, never logged."""
 
+import asyncio
+import hashlib
 import hmac
+import logging
+import os
 from pathlib import Path
+
+log = logging.getLogger("tpvision.keys")
+
+_CHECK_S = 1.0
+
+_Signature = tuple[int, int, int, int]  # tells one content of a file from another without reading it
 
 
 class KeysError(ValueError):
@@ -9,24 +19,62 @@ class KeysError(ValueError):
 
 
 class KeyRing:
-    """The keys that may call /v1/*."""
+    """The keys that may call /v1/*, as digests. `watch` follows the file; requests never wait for it."""
 
-    def __init__(self, keys: frozenset[bytes]) -> None:
-        self._keys = keys
+    def __init__(self, path: Path, digests: frozenset[bytes], signature: _Signature) -> None:
+        self._path = path
+        self._digests = digests
+        self._seen: _Signature | None = signature
 
     @classmethod
     def read(cls, path: Path) -> "KeyRing":
         """One key a line; empty lines and lines that start with # do not count. Raises KeysError."""
-        try:
-            lines = path.read_bytes().splitlines()
-        except OSError as error:
-            raise KeysError(f"the API key file {path} cannot be read: {error.strerror}") from error
-        keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith(b"#"))
-        if not keys:
-            raise KeysError(f"the API key file {path} holds no key")
-        return cls(keys)
+        return cls(path, *_read(path))
 
     def holds(self, key: str) -> bool:
-        """Whether it is one of the keys; takes as long for any wrong key of the same length."""
-        given = key.encode()
-        return bool(sum(hmac.compare_digest(given, known) for known in self._keys))
+        """Whether a header's text, decoded as latin-1, is one of the keys; takes as long for any wrong one."""
+        given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
+        return bool(sum(hmac.compare_digest(given, known) for known in self._digests))
+
+    async def watch(self) -> None:
+        """Follow the file until cancelled, looking once a second, in a thread because its disk may hang."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            await asyncio.to_thread(self.reload)
+
+    def reload(self) -> None:
+        """Take over the file's keys if it has changed; where it cannot be used, keep the old ones and say so once."""
+        seen = _sign(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._digests, self._seen = _read(self._path)
+        except KeysError as error:
+            log.error("%s; the %d old keys stay valid", error, len(self._digests))
+        else:
+            log.info("the API key file changed: %d keys", len(self._digests))
+
+
+def _read(path: Path) -> tuple[frozenset[bytes], _Signature]:
+    try:
+        with path.open("rb") as file:
+            signature = _signature(os.fstat(file.fileno()))  # before reading: a later write is then noticed
+            lines = [line.strip() for line in file.read().removeprefix(b"\xef\xbb\xbf").splitlines()]
+    except OSError as error:
+        raise KeysError(f"the API key file {path} cannot be read: {error.strerror}") from error
+    keys = {line for line in lines if line and not line.startswith(b"#")}
+    if not keys:
+        raise KeysError(f"the API key file {path} holds no key")
+    return frozenset(hashlib.sha256(key).digest() for key in keys), signature
+
+
+def _sign(path: Path) -> _Signature | None:
+    try:
+        return _signature(path.stat())
+    except OSError:
+        return None
+
+
+def _signature(status: os.stat_result) -> _Signature:
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

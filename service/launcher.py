@@ -59,6 +59,11 @@ class GroupLauncher:
         self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
         self._is_ready = asyncio.Event()
 
+    @property
+    def pid(self) -> int | None:
+        """Of this incarnation's torchrun, or the last one's."""
+        return self._process.pid if self._process else None
+
     async def run(self) -> None:
         """Launch and relaunch until `stop`. Raises StartRefusedError or BudgetSpentError.
 

@@ -6,7 +6,7 @@ from pydantic.json_schema import models_json_schema
 
 from service import schemas
 from service.errors import BY_CODE
-from service.unpack import EmbeddingsBody, EncodeBody
+from service.unpack import EXAMPLE_IMAGE, EmbeddingsBody, EncodeBody
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -22,6 +22,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
+# What any route may answer before the application sees the request: see service.protocol.
+BEFORE_ROUTES = (400, 408, 431)
+
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -35,7 +38,7 @@ ENCODE_OPENAPI: dict[str, Any] = {
         "content": {
             "image/*": _BINARY,
             "application/octet-stream": _BINARY,
-            "application/json": _reference(EncodeBody),
+            "application/json": {**_reference(EncodeBody), "example": {"images": [EXAMPLE_IMAGE]}},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -55,7 +58,10 @@ ENCODE_OPENAPI: dict[str, Any] = {
 }
 
 EMBEDDINGS_OPENAPI: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"application/json": _reference(EmbeddingsBody)}},
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {**_reference(EmbeddingsBody), "example": {"input": EXAMPLE_IMAGE}}},
+    },
     "responses": {
         "200": {
             "description": "OpenAI's list of embeddings.",
@@ -72,4 +78,14 @@ def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    return document
+
+
+def add_security(document: dict[str, Any]) -> dict[str, Any]:
+    """The document of a service with keys: everything below /v1 needs one."""
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in document["paths"].items():
+        if path.startswith("/v1/"):
+            for operation in methods.values():
+                operation["security"] = [{"key": []}]
     return document

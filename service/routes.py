@@ -14,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from service import schemas
 from service.admission import HeldBytes
-from service.body import ImageBytes, receive_body, receive_multipart
+from service.body import Body, ImageBytes, receive_body, receive_multipart
 from service.decoders import UnpackedBody
 from service.engine import Encoded, EncodeOptions, Engine
 from service.errors import InvalidRequest, ModelNotFound, Unauthorized
+from service.fetch import Fetcher
 from service.geometry import ImagePlan, effective_policy
 from service.keys import KeyRing
-from service.openapi import EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, error_responses
+from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, error_responses
 from service.tokens import TokenOptions
 from tp.spec import ITEMSIZE, Dtype
 
@@ -158,7 +159,7 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
     )
 
 
-@router.get("/models", responses=error_responses(401))
+@router.get("/models", responses=error_responses(*BEFORE_ROUTES, 401, 429))
 async def models(request: Request) -> dict[str, Any]:
     """The one model served, in OpenAI's shape."""
     engine = engine_of(request)
@@ -174,7 +175,7 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
-@router.get("/capacity", responses=error_responses(401))
+@router.get("/capacity", responses=error_responses(*BEFORE_ROUTES, 401, 429))
 async def capacity(request: Request) -> dict[str, Any]:
     """Tiers, policy, memory per rank, legal world sizes, and what is in flight."""
     return engine_of(request).describe_capacity()
@@ -211,11 +212,35 @@ async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> 
             if content_type == "application/json" or route == "embeddings":
                 unpacked = await engine.unpack(body, route)
                 stack.enter_context(unpacked)
-                intake = Intake(unpacked.images, unpacked)
+                intake = Intake(await _fetch(request, unpacked, held, stack, route), unpacked)
             else:
                 intake = Intake([body.image], None)
         request.state.receive_s = time.monotonic() - started
         yield intake
+
+
+async def _fetch(
+    request: Request,
+    unpacked: UnpackedBody,
+    held: HeldBytes,
+    stack: contextlib.ExitStack,
+    route: Literal["encode", "embeddings"],
+) -> Sequence[ImageBytes]:
+    """The images of a JSON body; those that it gives as URLs are fetched into a body of the stack's."""
+    if not unpacked.urls:
+        return unpacked.images
+    fetcher: Fetcher = request.app.state.fetcher
+    images = dict(enumerate(unpacked.images))
+    key = "images" if route == "encode" else "input"
+    work = fetcher.fetch(
+        {f"{key}[{index}]": url for index, url in unpacked.urls.items()},
+        stack.enter_context(Body()),
+        max_bytes=engine_of(request).settings.limits.max_body_bytes,
+        inline_bytes=sum(image.length for index, image in images.items() if index not in unpacked.urls),
+        on_bytes=held.add,
+    )
+    images |= zip(unpacked.urls, await _unless_gone(request, work), strict=True)
+    return list(images.values())
 
 
 async def _respond(request: Request, encoded: Encoded, make: Callable[[], schemas.Answer]) -> Response:

@@ -7,15 +7,22 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import uvicorn
+from fastapi import FastAPI
 
-from service.app import create_app
+from service.app import create_app, create_probe_app
 from service.engine import Engine
+from service.keys import KeyRing
 from service.progress import LoadProgress
+from service.protocol import BoundedProtocol, ConnectionTable
+from tp.process import reap_orphans
 from tp.settings import Settings
 from tp.spec import EncoderSpec
 
@@ -23,6 +30,11 @@ log = logging.getLogger("tpvision.server")
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+
+_FILES_PER_CONNECTION = 3  # its socket, a body, and what a JSON body's images are unpacked to
+_OTHER_FILES = 512
+_REAP_EVERY_S = 1.0
+_FLUSH_S = 1  # for the last answers, when it is to end now
 
 
 class ServeError(RuntimeError):
@@ -52,37 +64,70 @@ async def serve(
     stop = stop or asyncio.Event()
     stop_now = asyncio.Event()
     _watch_signals(stop, stop_now)
-    listener = _bind(settings)
-    url = f"http://{settings.server.host}:{listener.getsockname()[1]}"
+    listeners = _listen(settings)
+    _allow_files(_FILES_PER_CONNECTION * settings.limits.max_connections + _OTHER_FILES)
     engine = Engine(settings, spec, on_progress=LoadProgress().update)
     app = create_app(settings, engine)
-    server = Server(_uvicorn_config(settings, app))
+    apps = [app, create_probe_app(engine)][: len(listeners)]
+    servers = [Server(_uvicorn_config(settings, app)) for app in apps]
     await engine.start()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    ready = asyncio.create_task(_announce(engine, url, on_ready))
-    ready.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
+    pairs = zip(servers, listeners, strict=True)
+    serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in pairs]
+    beside = [
+        asyncio.create_task(_announce(engine, [_url(settings, listener) for listener in listeners], on_ready)),
+        asyncio.create_task(_watch(app.state.keys, engine)),
+    ]
+    for task in beside:
+        task.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
     try:
-        await _first_event(stop.wait(), asyncio.shield(engine.failure), asyncio.shield(serving))
+        await _first_event(stop.wait(), asyncio.shield(engine.failure), *map(asyncio.shield, serving))
         if stop.is_set():
             log.info("draining: nothing new is taken, accepted requests finish")
             await _first_event(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
     finally:
-        ready.cancel()
-        failure = (await asyncio.gather(ready, return_exceptions=True))[0]
-        server.should_exit = True
-        server.force_exit = stop_now.is_set()
-        await serving
-        await engine.stop(now=stop_now.is_set())
-    if isinstance(failure, Exception):
-        raise failure
+        await _end(engine, servers, serving, now=stop_now.is_set())
+        for task in beside:
+            task.cancel()
+        ends = await asyncio.gather(*beside, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
     if engine.failure.done():
         log.error("the service failed: %s", engine.failure.result())
-        return EXIT_FAILED
-    return EXIT_FAILED if stop_now.is_set() else EXIT_OK
+    return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
 
 
-async def _announce(engine: Engine, url: str, on_ready: Callable[[str], Awaitable[None]] | None) -> None:
+async def _end(engine: Engine, servers: list[Server], serving: list[asyncio.Task[None]], *, now: bool) -> None:
+    """Answer what is left, let the answers out, and stop the engine."""
+    await engine.abandon()
+    for server in servers:
+        server.should_exit = True
+        if now:
+            server.config.timeout_graceful_shutdown = _FLUSH_S
+    await asyncio.gather(*serving)
+    await engine.stop(now=now)
+
+
+async def _watch(keys: KeyRing | None, engine: Engine) -> None:
+    """What goes on beside serving: new keys, and as PID 1 the dead that nobody else collects."""
+    async with asyncio.TaskGroup() as tasks:
+        if keys is not None:
+            tasks.create_task(keys.watch())
+        if os.getpid() == 1:
+            tasks.create_task(_reap(engine))
+
+
+async def _reap(engine: Engine) -> None:
+    while True:
+        await asyncio.sleep(_REAP_EVERY_S)
+        reap_orphans(engine.child_pids)
+
+
+async def _announce(engine: Engine, urls: list[str], on_ready: Callable[[str], Awaitable[None]] | None) -> None:
     await engine.ready.wait()
+    url, *probe_urls = urls
+    for probe_url in probe_urls:
+        log.info("probes at %s", probe_url)
     settings = engine.settings
     log.info(
         "ready at %s: %s in %s, tensor parallel %d x %d group(s), tiers %s, policy %s",
@@ -98,16 +143,18 @@ async def _announce(engine: Engine, url: str, on_ready: Callable[[str], Awaitabl
         await on_ready(url)
 
 
-def _uvicorn_config(settings: Settings, app: object) -> uvicorn.Config:
+def _uvicorn_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
+    limits = settings.limits
     return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         loop="uvloop",
-        http="httptools",
+        http=partial(BoundedProtocol, limits=limits, table=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.limits.drain_timeout_s)),
+        timeout_graceful_shutdown=max(1, round(limits.drain_timeout_s)),
     )
 
 
@@ -119,19 +166,46 @@ def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _bind(settings: Settings) -> socket.socket:
-    host, port = settings.server.host, settings.server.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+def _listen(settings: Settings) -> list[socket.socket]:
+    """The service's listener, and the probes' own where there is one."""
+    server = settings.server
+    listener = _bind(server.host, server.port)
+    address = listener.getsockname()[0]
+    if server.api_keys_file is None and not ipaddress.ip_address(address).is_loopback:
+        log.warning(
+            "ANYONE who reaches %s port %d may use this service: server.api_keys_file is not set",
+            *(server.host, listener.getsockname()[1]),
+        )
+    return [listener] if server.probe_port is None else [listener, _bind(server.host, server.probe_port)]
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    with contextlib.ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
         listener.setblocking(False)
-    except OSError as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    if settings.server.api_keys_file is None and not ipaddress.ip_address(address[0]).is_loopback:
-        log.warning("anyone who reaches %s port %d may use this service: server.api_keys_file is not set", host, port)
-    return listener
+        undo.pop_all()
+        return listener
+
+
+def _url(settings: Settings, listener: socket.socket) -> str:
+    host = settings.server.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _allow_files(num_files: int) -> None:
+    """Raise this process's limit of open files, which is often 1,024, as far as needed and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < num_files:
+        log.warning("limits.max_connections may need %d open files, but only %d are allowed", num_files, allowed)
 
 
 async def _first_event(*work: Awaitable[object]) -> None:

@@ -44,7 +44,8 @@ class RankConnection:
 class WorkerGroup:
     """The connected ranks of one incarnation, and the batches they are working on."""
 
-    def __init__(self, index: int, incarnation: str, world_size: int) -> None:
+    def __init__(self, index: int, incarnation: str, world_size: int, on_lost: "Callable[[WorkerGroup], None]") -> None:
+        self._on_lost = on_lost
         self.index = index
         self.incarnation = incarnation
         self.world_size = world_size
@@ -53,6 +54,8 @@ class WorkerGroup:
         self.ready = asyncio.Event()
         self.lost = asyncio.Event()
         self.reason = ""
+        self.is_fatal = False  # the next incarnation would end the same way
+        self.gone = asyncio.Event()  # lost, and no process of it can touch the slab any more
         self._replies: dict[int, dict[int, wire.Done]] = {}
         self._waiting: dict[int, asyncio.Future[list[wire.Done]]] = {}
 
@@ -73,12 +76,14 @@ class WorkerGroup:
         """Tell every rank to finish and exit 0."""
         self._send_to_all(wire.Stop())
 
-    def mark_lost(self, reason: str) -> None:
+    def mark_lost(self, reason: str, *, is_fatal: bool = False) -> None:
         """Fail what is in flight and hang up on every rank, so that each watchdog ends its process. Idempotent."""
         if self.lost.is_set():
             return
         self.reason = reason
+        self.is_fatal = is_fatal
         self.lost.set()
+        self._on_lost(self)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(GroupLost(reason))
@@ -86,10 +91,11 @@ class WorkerGroup:
             with contextlib.suppress(OSError):  # it may be gone already
                 rank.writer.write_eof()  # our end only: theirs closing is how we know that the process is gone
 
-    async def wait_gone(self) -> None:
-        """Until no process of this incarnation can touch the slab any more."""
+    async def wait_for_ends(self) -> None:
+        """Until every rank has closed its end, as the kernel does for a process that is gone; then it is `gone`."""
         for rank in list(self.ranks.values()):
             await rank.gone.wait()
+        self.gone.set()
 
     def add(self, rank: RankConnection) -> None:
         """Take in a rank that said a hello we accept."""
@@ -129,6 +135,7 @@ class ControlServer:
         num_groups: int,
         slab: Slab,
         on_ready: Callable[[WorkerGroup], None],
+        on_lost: Callable[[WorkerGroup], None],
         on_progress: Callable[[WorkerGroup, int, wire.Progress], None],
     ) -> None:
         self.path = path
@@ -138,6 +145,7 @@ class ControlServer:
         self._num_groups = num_groups
         self._slab = slab
         self._on_ready = on_ready
+        self._on_lost = on_lost
         self._on_progress = on_progress
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -204,7 +212,7 @@ class ControlServer:
                     case wire.Done():
                         group.settle(number, message)
                     case wire.Failed():
-                        group.mark_lost(f"rank {number} failed: {message.reason}")
+                        group.mark_lost(f"rank {number} failed: {message.reason}", is_fatal=message.is_fatal)
                     case _:
                         group.mark_lost(f"rank {number} sent a {type(message).__name__}")
         except (EOFError, OSError):
@@ -241,7 +249,7 @@ class ControlServer:
         self.weights_fingerprint = self.weights_fingerprint or hello.weights_fingerprint
         group = self.groups.get(hello.group)
         if group is None or group.incarnation != hello.incarnation:
-            group = WorkerGroup(hello.group, hello.incarnation, self._contract.world_size)
+            group = WorkerGroup(hello.group, hello.incarnation, self._contract.world_size, self._on_lost)
             self.groups[hello.group] = group
         return group
 

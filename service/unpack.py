@@ -2,7 +2,8 @@
 
 `unpack_encode` and `unpack_embeddings` run in a decode process (`service.decode_process`), because a body may be 64 MiB
 of base64; the models here also describe both bodies in the OpenAPI document. Bytes are not looked at: whether they are
-an image is `service.image`'s question. Nothing is ever fetched, and no message repeats what the client sent.
+an image is `service.image`'s question. A URL is given back as it is, where the operator lets us fetch any
+(`service.fetch`). No message repeats what the client sent.
 """
 
 import binascii
@@ -20,7 +21,13 @@ from service.errors import InvalidRequest, TooManyImages
 # 64 MiB of `[],[],…` would become gigabytes. An honest request has a handful for each image.
 MAX_JSON_VALUES = 200_000
 MAX_MODEL_CHARS = 256  # also keeps the decode process's reply small
+MAX_URL_CHARS = 2048
 _SHOWN_CHARS = 64  # of an unknown field's name
+
+# One grey pixel, so that "Try it out" in /docs answers with an embedding.
+EXAMPLE_IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCB2kUIOwAAAABJRU5ErkJggg=="
+)
 
 _NOT_BASE64 = "not base64: the text has characters outside its alphabet"
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
@@ -31,6 +38,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 EncodingFormat = Literal["float", "base64"]
 Pooling = Literal["mean", "none"]
 Route = Literal["encode", "embeddings"]
+Source = bytes | str  # an image file, or the http(s) URL where it lies
 
 
 class _Strict(BaseModel):
@@ -40,8 +48,9 @@ class _Strict(BaseModel):
 ImageText = Annotated[
     str,
     Field(
-        description="The image file as base64 (standard or URL-safe, padding optional) or as a data URI with ;base64.",
-        examples=["data:image/png;base64,iVBORw0KGgo…"],
+        description="The image file as base64 (standard or URL-safe, padding optional), as a data URI with ;base64 or, "
+        "where the operator allows it, as an http(s) URL.",
+        examples=[EXAMPLE_IMAGE],
     ),
 ]
 
@@ -87,7 +96,7 @@ class DataItem(_Strict):
 
 
 class UrlItem(_Strict):
-    """An image as `{"type": "image_url", "url": …}`, or OpenAI's `image_url` in place of `url`. Only data URIs."""
+    """An image as `{"type": "image_url", "url": …}`, or OpenAI's `image_url` in place of `url`."""
 
     type: Literal["image_url"]
     url: Url | None = None
@@ -161,20 +170,22 @@ class EmbeddingsOptions:
     pooling: Pooling
 
 
-def unpack_encode(body: bytes, *, max_images: int) -> list[bytes]:
-    """The image files of a /v1/encode body, in order.
+def unpack_encode(body: bytes, *, max_images: int, allow_urls: bool = False) -> list[Source]:
+    """The images of a /v1/encode body, in order.
 
     Raises InvalidRequest, or TooManyImages before any of them is decoded; `param` names the image or field.
     """
     request = _validate(EncodeBody, body, key="images", max_images=max_images)
-    return _decode_items(request.images, key="images")
+    return _decode_items(request.images, key="images", allow_urls=allow_urls)
 
 
-def unpack_embeddings(body: bytes, *, max_images: int) -> tuple[list[bytes], EmbeddingsOptions]:
-    """The image files and options of a /v1/embeddings body. Raises like `unpack_encode`."""
+def unpack_embeddings(
+    body: bytes, *, max_images: int, allow_urls: bool = False
+) -> tuple[list[Source], EmbeddingsOptions]:
+    """The images and options of a /v1/embeddings body. Raises like `unpack_encode`."""
     request = _validate(EmbeddingsBody, body, key="input", max_images=max_images)
     options = EmbeddingsOptions(request.model, request.encoding_format or "float", request.dimensions, request.pooling)
-    return _decode_items(request.input, key="input"), options
+    return _decode_items(request.input, key="input", allow_urls=allow_urls), options
 
 
 def decode_base64(text: str) -> bytes:
@@ -208,14 +219,26 @@ def _data_uri_payload(uri: str) -> str:
     return payload
 
 
-def _decode_items(items: Iterable[str | DataItem | UrlItem | ImageItem], *, key: str) -> list[bytes]:
-    images = []
+def _decode_items(items: Iterable[str | DataItem | UrlItem | ImageItem], *, key: str, allow_urls: bool) -> list[Source]:
+    sources = []
     for index, item in enumerate(items):
         try:
-            images.append(decode_base64(item if isinstance(item, str) else item.text))
+            sources.append(_read_source(item if isinstance(item, str) else item.text, allow_urls=allow_urls))
         except InvalidRequest as error:
             raise error.with_param(f"{key}[{index}]") from None
-    return images
+    return sources
+
+
+def _read_source(text: str, *, allow_urls: bool) -> Source:
+    scheme = _SCHEME.match(text) if allow_urls else None
+    if scheme is None or scheme[1].lower() == "data":
+        return decode_base64(text)
+    if scheme[1].lower() not in ("http", "https"):
+        raise InvalidRequest("the URL's scheme is none that is read: send a data URI or an http(s) URL")
+    url = text.strip()
+    if len(url) > MAX_URL_CHARS:
+        raise InvalidRequest(f"the URL has more than {MAX_URL_CHARS} characters")
+    return url
 
 
 def _validate(model: type[_Body], body: bytes, *, key: str, max_images: int) -> _Body:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 GOLDEN = DATA / "golden"
 START_TIMEOUT_S = 90.0
+COMMAND = (sys.executable, "-m", "service.cli")
 
 
 class RunningService:
     """A `tpvision serve` process of its own, ready to answer; `log` grows as it writes."""
 
-    def __init__(self, arguments: list[str], environ: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--device", "cpu", *arguments]
+    def __init__(
+        self, arguments: list[str], environ: dict[str, str] | None = None, command: Sequence[str] = COMMAND
+    ) -> None:
+        command = [*command, "serve", "--port", "0", "--device", "cpu", *arguments]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **(environ or {})}, stderr=subprocess.PIPE, text=True
         )
@@ -99,3 +104,45 @@ def descendants(pid: int) -> list[int]:
         frontier = [child for child, parent in parents.items() if parent in frontier]
         found += frontier
     return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def ranks_of(service: RunningService) -> list[int]:
+    """The pids of the service's ranks, oldest first."""
+    return sorted(pid for pid in descendants(service.process.pid) if _argument_of(pid, 2) == "tp.worker")
+
+
+def torchrun_of(service: RunningService) -> int:
+    """The pid of the first group's torchrun."""
+    return min(pid for pid in descendants(service.process.pid) if _argument_of(pid, 1) == "tp.launch")
+
+
+def _argument_of(pid: int, skipped: int) -> str:
+    """What follows `-m` on a process's command line, `skipped` words after the interpreter."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return words[skipped + 1].decode() if len(words) > skipped + 1 else ""
+
+
+def assert_balanced(service: RunningService) -> None:
+    """Every accepted request was answered or its client has gone, and nothing is held any more."""
+    capacity = service.client.get("/v1/capacity").json()
+    requests, in_flight = capacity["requests"], capacity["in_flight"]
+    assert requests["accepted"] == requests["answered"] + requests["client_gone"], requests
+    assert in_flight["free_patches"] == capacity["slab"]["patches"], in_flight
+    assert in_flight["queued_images"] == 0 and in_flight["bytes"] == 0, in_flight

@@ -7,15 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 from make_photograph import acceptance_picture
-from running import GOLDEN, ROOT, RunningService, descendants
+from running import GOLDEN, ROOT, RunningService, descendants, is_alive, ranks_of, wait_until
 
 MODEL = GOLDEN / "tiny-k3-f32"
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
@@ -26,20 +24,6 @@ def tpvision(*arguments: str, timeout_s: float = 60, **environ: str) -> subproce
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -152,9 +136,7 @@ def test_a_killed_front_end_leaves_no_process() -> None:
 def test_a_killed_rank_is_replaced_and_the_next_request_works() -> None:
     service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
     before = service.encode(GOOD)
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(service.process.pid)}
-    rank = max(pid for pid, command in commands.items() if b"tp.worker\0" in command and b"tp.launch" not in command)
-    os.kill(rank, signal.SIGKILL)
+    os.kill(ranks_of(service)[0], signal.SIGKILL)
     wait_until(lambda: service.client.get("/readyz").status_code == 503, timeout_s=2)
     assert service.client.get("/livez").status_code == 200
     wait_until(lambda: service.client.get("/readyz").status_code == 200, timeout_s=30)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from make_photograph import acceptance_picture
-from running import ROOT, RunningService, descendants
+from running import ROOT, RunningService, ranks_of
 from safetensors.torch import load
 
 from service.demo_model import write_demo_model
@@ -34,11 +34,9 @@ def planned_bytes(model: Path) -> int:
 
 def resident_bytes_of_ranks(service: RunningService) -> list[int]:
     sizes = []
-    for pid in descendants(service.process.pid):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"tp.worker\0" in command and b"tp.launch" not in command:
-            fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            sizes.append(sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem")))
+    for pid in ranks_of(service):
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        sizes.append(sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem")))
     return sizes
 
 
@@ -50,6 +48,6 @@ def test_each_rank_stays_within_its_plan(start_service: Any, full_model: Path) -
     for _ in range(20):
         assert load(service.encode(picture).content)["embeddings"].shape == (256, 7168)
     after = resident_bytes_of_ranks(service)
-    print(f"\nresident at start {at_start}, after 20 requests {after}, limit {limit}")  # noqa: T201 - the figure
+    print(f"\nresident at start {at_start}, after 20 requests {after}, limit {limit}")
     assert len(at_start) == len(after) == 2
     assert max(*at_start, *after) < limit

@@ -68,11 +68,11 @@ class ControlClient:
         """Send one message, whole."""
         self._socket.sendall(wire.encode(message))
 
-    def send_failure(self, reason: str) -> None:
+    def send_failure(self, reason: str, *, is_fatal: bool) -> None:
         """Say why this rank is about to exit; whether anybody hears it does not matter any more."""
         printable = reason.encode(errors="replace").decode()[:_MAX_REASON_CHARS]
         with contextlib.suppress(OSError):
-            self.send(wire.Failed(reason=printable))
+            self.send(wire.Failed(reason=printable, is_fatal=is_fatal))
 
     def receive(self) -> wire.Message | None:
         """Wait for the next message; None when the front-end hung up. Raises wire.WireError on a foreign frame."""

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Container
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,6 +27,21 @@ def die_with_parent(expected_parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if expected_parent is not None and os.getppid() != expected_parent:
         sys.exit(EXIT_ORPHANED)
+
+
+def reap_orphans(known: Container[int]) -> None:
+    """Collect dead children that nobody of ours waits for: as PID 1 we inherit the ranks of a killed torchrun.
+
+    `known` are the pids that have an owner who does.
+    """
+    while True:
+        try:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if dead is None or dead.si_pid in known:  # its owner comes first; the others have time
+            return
+        os.waitpid(dead.si_pid, os.WNOHANG)
 
 
 def resident_bytes() -> int:

@@ -7,6 +7,7 @@ Environment names are `TPVISION_<SECTION>__<NAME>`; anything else that starts wi
 import difflib
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tp.spec import Dtype, EncoderSpec
 
 ENV_PREFIX = "TPVISION_"
+_HOST_PATTERN = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 SOCKET_PATH_BYTES = 107  # sun_path holds 108 with its closing zero
 
 
@@ -30,6 +32,11 @@ def _split_commas(value: Any) -> Any:
     if isinstance(value, int):
         return [value]
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _on_or_off(value: Any) -> Any:
+    """YAML reads a bare `on` or `off` as a boolean."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 class _Section(BaseModel):
@@ -162,6 +169,47 @@ class LimitSettings(_Section):
         "rate is known, ten times the expected time is enough, but never less than 30 s.",
     )
     drain_timeout_s: float = Field(60, ge=0, description="After SIGTERM, for accepted requests to finish.")
+    max_connections: int = Field(
+        1000,
+        ge=1,
+        description="Open connections; one more takes the place of the longest idle one. Where all are busy, only "
+        "probes are answered and the rest is 429.",
+    )
+    max_header_bytes: int = Field(32 * 2**10, ge=1024, description="Bytes of a request line and headers; more is 431.")
+    header_timeout_s: float = Field(
+        10, gt=0, description="From the connection or a later request's first byte to the end of headers; more is 408."
+    )
+    keep_alive_timeout_s: float = Field(
+        75, gt=0, description="How long a connection may be idle between requests. Set it above a load balancer's own."
+    )
+    send_timeout_s: float = Field(
+        60, gt=0, description="A client that reads less than 64 KiB of its answer in this time is cut off."
+    )
+
+
+class UrlSettings(_Section):
+    """Images given as URLs. Whoever may send one makes this machine connect somewhere: off unless that is wanted."""
+
+    fetch: Annotated[Literal["off", "on"], BeforeValidator(_on_or_off)] = Field(
+        "off", description="on: images may be given as URLs, which the front-end fetches from public addresses."
+    )
+    allow_http: bool = Field(False, description="http URLs too, not only https.")
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
+        (), description="Host names, or *.example.org for all below it. Default: any host."
+    )
+    allowed_ports: Annotated[tuple[int, ...], BeforeValidator(_split_commas)] = Field(
+        (80, 443), description="Ports that URLs may have."
+    )
+    timeout_s: float = Field(10, gt=0, description="All URLs of a request, with their redirects; more is 422.")
+    max_redirects: int = Field(3, ge=0, description="Redirects of one URL, each checked like the URL; more is 422.")
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not _HOST_PATTERN.fullmatch(host):
+                raise ValueError(f"{host!r} is not a host name in ASCII (xn--…), nor *. and one")
+        return tuple(host.lower() for host in hosts)
 
 
 class ServerSettings(_Section):
@@ -169,13 +217,24 @@ class ServerSettings(_Section):
 
     host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback without keys is warned about.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 picks a free one and logs it.")
-    api_keys_file: Path | None = Field(None, description="One key a line. Where set, /v1/* needs one as Bearer token.")
+    probe_port: int | None = Field(
+        None, ge=0, le=65535, description="A second port that answers /livez, /readyz and /health, and nothing else."
+    )
+    api_keys_file: Path | None = Field(
+        None, description="One key a line. Where set, /v1/* needs one as Bearer token. Read again when it changes."
+    )
     cors_origins: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
         (), description="Origins that browsers may call from. Off by default."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe level that is logged."
     )
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> "ServerSettings":
+        if self.probe_port is not None and self.probe_port == self.port != 0:
+            raise ValueError(f"server.probe_port must differ from server.port, {self.port}")
+        return self
 
 
 class Settings(_Section):
@@ -186,6 +245,7 @@ class Settings(_Section):
     capacity: CapacitySettings = CapacitySettings()
     image: ImageSettings = ImageSettings()
     limits: LimitSettings = LimitSettings()
+    urls: UrlSettings = UrlSettings()
     server: ServerSettings = ServerSettings()
 
     @model_validator(mode="after")

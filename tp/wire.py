@@ -170,10 +170,11 @@ class Done(Message):
 
 
 class Failed(Message):
-    """The rank's last words before it exits."""
+    """The rank's last words before it exits. `is_fatal`: starting it again would end the same way."""
 
     kind = 8
     reason: str
+    is_fatal: bool
 
 
 class Stop(Message):

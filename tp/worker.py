@@ -52,10 +52,10 @@ def main() -> None:
         slab, runner, group = _start(control, settings, arguments.group)
         code = serve(control, slab, runner, settings.capacity.max_patches_per_image, writes=group.rank == 0)
     except (SpecError, CheckpointError, RefusedError, FatalStartError) as error:
-        control.send_failure(str(error))
+        control.send_failure(str(error), is_fatal=True)
         raise FatalStartError(str(error)) from error
     except Exception as error:
-        control.send_failure(f"{type(error).__name__}: {error}")
+        control.send_failure(f"{type(error).__name__}: {error}", is_fatal=False)
         raise
     sys.stdout.flush()
     os._exit(code)  # no interpreter shutdown: nothing of ours is left to clean, and torch's can hang

@@ -39,6 +39,7 @@ class Listening:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ready: asyncio.Queue[WorkerGroup] = asyncio.Queue()
+        self.lost: asyncio.Queue[WorkerGroup] = asyncio.Queue()
 
     async def __aenter__(self) -> "Listening":
         self.slab = Slab.create(LAYOUT)
@@ -48,6 +49,7 @@ class Listening:
             num_groups=1,
             slab=self.slab,
             on_ready=self.ready.put_nowait,
+            on_lost=self.lost.put_nowait,
             on_progress=lambda group, rank, progress: None,
         )
         await self.server.start()
@@ -112,7 +114,7 @@ def test_a_lost_rank_loses_the_group_and_what_is_in_flight(tmp_path: Path, how: 
                 case "hangs up":
                     clients[1].close()
                 case "fails":
-                    clients[1].send(wire.Failed(reason="boom"))
+                    clients[1].send(wire.Failed(reason="boom", is_fatal=False))
                 case "breaks the protocol":
                     clients[1]._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 case _:
@@ -123,7 +125,8 @@ def test_a_lost_rank_loses_the_group_and_what_is_in_flight(tmp_path: Path, how: 
                 await group.encode(BATCH)
             for client in clients:
                 client.close()
-            await group.wait_gone()
+            assert await listening.lost.get() is group
+            await group.wait_for_ends()
 
     asyncio.run(run())
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from service.errors import InvalidRequest, ServiceError, TooManyImages
 from service.unpack import (
     MAX_JSON_VALUES,
+    MAX_URL_CHARS,
     EmbeddingsBody,
     EmbeddingsOptions,
     EncodeBody,
+    Source,
     decode_base64,
     unpack_embeddings,
     unpack_encode,
@@ -21,11 +23,11 @@ ABC = "QUJD"  # base64 of b"ABC"
 BAD_INPUTS: tuple[Any, ...] = ([], [""], [[]], None, {}, 3, [1, 2], [[1]], {"text": "a"})
 
 
-def encode(*items: Any, max_images: int = 4) -> list[bytes]:
-    return unpack_encode(json.dumps({"images": items}).encode(), max_images=max_images)
+def encode(*items: Any, max_images: int = 4, allow_urls: bool = False) -> list[Source]:
+    return unpack_encode(json.dumps({"images": items}).encode(), max_images=max_images, allow_urls=allow_urls)
 
 
-def embeddings(**fields: Any) -> tuple[list[bytes], EmbeddingsOptions]:
+def embeddings(**fields: Any) -> tuple[list[Source], EmbeddingsOptions]:
     return unpack_embeddings(json.dumps(fields).encode(), max_images=4)
 
 
@@ -74,10 +76,32 @@ def test_data_uri_without_comma_or_base64_is_refused(uri: str) -> None:
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1/a.png", " https://x/", "file:///etc/hostname", "ftp://x", "HTTP:x", "blob:x", "s3://a/b"]
 )
-def test_urls_are_never_fetched(url: str) -> None:
+def test_urls_are_refused_by_default(url: str) -> None:
     for item in (url, {"type": "image_url", "url": url}, {"image": url}):
         with pytest.raises(InvalidRequest, match="URL fetching is off"):
             encode(item)
+
+
+@pytest.mark.parametrize("url", ["https://x.example/a?b#c", "http://x", "HTTPS:x", "https://ü.example/"])
+def test_urls_where_they_are_allowed_are_given_back_in_their_places(url: str) -> None:
+    items = [f" {url}\n", {"type": "image_url", "url": url}, {"type": "image_url", "image_url": {"url": url}}]
+    assert encode(ABC, *items, allow_urls=True) == [b"ABC", url, url, url]
+    body = json.dumps({"input": [f"data:;base64,{ABC}", {"image": url}]}).encode()
+    assert unpack_embeddings(body, max_images=2, allow_urls=True)[0] == [b"ABC", url]
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://x", "blob:x", "s3://a/b", "javascript:x"])
+def test_other_schemes_are_refused_where_urls_are_allowed(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="scheme") as caught:
+        encode(ABC, url, allow_urls=True)
+    assert caught.value.param == "images[1]"
+
+
+def test_long_urls_are_refused() -> None:
+    url = "https://" + "x" * (MAX_URL_CHARS - len("https://"))
+    assert encode(url, allow_urls=True) == [url]
+    with pytest.raises(InvalidRequest, match="characters"):
+        encode(url + "x", allow_urls=True)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ MESSAGES: list[Message] = [
     Ready(device="cpu", weights_bytes=1, slab_bytes=4096, resident_bytes=2**40),
     Batch(batch_id=3, images=[BatchImage(start=0, t=1, h=2, w=4), BatchImage(start=8, t=1, h=128, w=128)]),
     Done(batch_id=3, non_finite=[0, 1], forward_s=0.25, all_gather_s=1e-9),
-    Failed(reason="out of memory"),
+    Failed(reason="out of memory", is_fatal=False),
     Stop(),
 ]
 

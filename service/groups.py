@@ -1,0 +1,139 @@
+"""The worker groups behind this front-end: launched where they are ours, listened to, buried when lost, stopped.
+
+It knows processes and connections, not images: `service.engine` feeds batches to the groups that are ready here.
+"""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
+from service.transport import ControlServer, WorkerGroup
+from tp import wire
+from tp.settings import Settings
+from tp.slab import Slab
+from tp.spec import EncoderSpec
+
+log = logging.getLogger("tpvision.groups")
+
+_STOP_TIMEOUT_S = 10.0
+
+
+class WorkerGroups:
+    """All groups. `failure` is set when they cannot, or may no longer, be started again."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        spec: EncoderSpec,
+        slab: Slab,
+        *,
+        on_ready: Callable[[WorkerGroup], None],
+        on_progress: Callable[[int, int, wire.Progress], None],
+    ) -> None:
+        """`on_progress(group, rank, progress)` is called while ranks read weights."""
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._settings = settings
+        self._on_ready = on_ready
+        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
+        self._launchers: dict[int, GroupLauncher] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self._has_worked_since_poison = True
+        self._control = ControlServer(
+            settings.parallel.socket or Path(self._folder.name) / "control.sock",
+            contract=wire.contract_for(settings, spec, settings.parallel.tensor),
+            num_groups=settings.parallel.groups,
+            slab=slab,
+            on_ready=self._note_ready,
+            on_lost=self._note_lost,
+            on_progress=lambda group, rank, progress: on_progress(group.index, rank, progress),
+        )
+
+    @property
+    def ready(self) -> list[WorkerGroup]:
+        """The groups that take batches now."""
+        return [group for group in self._control.groups.values() if group.ready.is_set() and not group.lost.is_set()]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children that somebody here waits for."""
+        return [launcher.pid for launcher in self._launchers.values() if launcher.pid is not None]
+
+    async def start(self) -> None:
+        """Listen, and launch the groups that are ours. Raises SocketInUseError. Must run on the main thread's loop."""
+        await self._control.start()
+        parallel = self._settings.parallel
+        for index in range(parallel.groups if parallel.workers == "managed" else 0):
+            self._launchers[index] = GroupLauncher(
+                self._settings,
+                group=index,
+                socket_path=self._control.path,
+                start_timeout_s=parallel.start_timeout_s,
+            )
+            self.spawn(self._supervise(self._launchers[index]))
+
+    async def stop(self, *, now: bool) -> None:
+        """End every group; `now` does not wait for the ranks to end by themselves."""
+        self._is_stopping = True
+        for group in self.ready:
+            group.stop()
+        await asyncio.gather(*(launcher.stop(0 if now else _STOP_TIMEOUT_S) for launcher in self._launchers.values()))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._control.stop()
+        self._folder.cleanup()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what serves a group until `stop`. If it ends by a fault of ours, the service fails: it must not hang."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def note_work(self) -> None:
+        """A batch was encoded."""
+        self._has_worked_since_poison = True
+
+    def excuse(self, group: WorkerGroup, num_losses: int) -> None:
+        """A poison image lost the group so often: off the restart budget, unless nothing worked since the last one."""
+        if group.index in self._launchers and self._has_worked_since_poison:
+            self._launchers[group.index].excuse_losses(num_losses)
+            self._has_worked_since_poison = False
+
+    def _note_ready(self, group: WorkerGroup) -> None:
+        if group.index in self._launchers:
+            self._launchers[group.index].note_ready()
+        self._on_ready(group)
+
+    def _note_lost(self, group: WorkerGroup) -> None:
+        if self._is_stopping:
+            return
+        log.error("group %d is lost: %s", group.index, group.reason)
+        if group.is_fatal and group.index in self._launchers:
+            self._fail(StartRefusedError(group.reason))
+        self.spawn(self._bury(group))
+
+    async def _bury(self, group: WorkerGroup) -> None:
+        if group.index in self._launchers:
+            await self._launchers[group.index].kill(group.reason)
+        await group.wait_for_ends()
+
+    async def _supervise(self, launcher: GroupLauncher) -> None:
+        try:
+            await launcher.run()
+        except (StartRefusedError, BudgetSpentError) as error:
+            self._fail(error)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a fault in the service", exc_info=error)
+            self._fail(RuntimeError(f"a fault in the service: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_result(error)

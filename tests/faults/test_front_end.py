@@ -1,0 +1,144 @@
+"""The front-end dies, drains, is overloaded or runs as PID 1: nothing is left behind and nothing is lost."""
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from make_photograph import acceptance_picture
+from running import GOLDEN, ROOT, RunningService, assert_balanced, descendants, is_alive, ranks_of, wait_until
+
+pytestmark = pytest.mark.faults
+
+MODEL = str(GOLDEN / "tiny-k3-f32")
+GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
+LARGE = acceptance_picture(1120, 1120)
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "a rank is stopped"])
+def test_a_killed_front_end_leaves_nothing_and_the_next_one_starts_at_once(state: str, tmp_path: Path) -> None:
+    arguments = ["--model", MODEL, "--tp", "2", "--socket", str(tmp_path / "control.sock")]
+    service = RunningService(arguments).wait_ready()
+    pids = descendants(service.process.pid)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        if state == "busy":
+            sent = pool.submit(service.encode, LARGE)
+            wait_until(lambda: httpx.get(service.url + "/v1/capacity").json()["in_flight"]["free_patches"] < 65536)
+        if state == "a rank is stopped":
+            os.kill(ranks_of(service)[0], signal.SIGSTOP)
+        service.process.kill()
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
+        if state == "busy":
+            with pytest.raises(httpx.TransportError):
+                sent.result()
+    service.stop()
+    again = RunningService(arguments).wait_ready()  # on the stale socket path
+    assert again.encode(GOOD).status_code == 200
+    assert again.stop() == 0
+
+
+def test_sigterm_under_load_finishes_what_was_accepted() -> None:
+    service = RunningService(["--model", MODEL, "--tp", "2"]).wait_ready()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool, httpx.Client(base_url=service.url) as other:
+        answers = [pool.submit(service.encode, LARGE) for _ in range(8)]
+        wait_until(lambda: other.get("/v1/capacity").json()["requests"]["accepted"] == 8)
+        service.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: other.get("/readyz").status_code == 503, timeout_s=1)
+        assert other.get("/livez").status_code == 200
+        assert other.post("/v1/encode", content=GOOD).json()["error"]["code"] == "not_ready"
+        assert [answer.result().status_code for answer in answers] == [200] * 8
+    assert service.process.wait(30) == 0
+    service.stop()
+
+
+def test_the_drain_has_a_limit() -> None:
+    environ = {"TPVISION_LIMITS__DRAIN_TIMEOUT_S": "1"}
+    service = RunningService(["--model", MODEL, "--tp", "2"], environ).wait_ready()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=service.url) as other:
+        sent = pool.submit(service.encode, acceptance_picture())  # takes longer
+        wait_until(lambda: other.get("/v1/capacity").json()["in_flight"]["free_patches"] < 65536)
+        started = time.monotonic()
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+        assert time.monotonic() - started < 15
+        assert sent.exception() is not None or sent.result().status_code == 503
+    service.stop()
+
+
+def test_a_second_sigterm_ends_it_now() -> None:
+    service = RunningService(["--model", MODEL, "--tp", "2"]).wait_ready()
+    pids = descendants(service.process.pid)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=service.url) as other:
+        sent = pool.submit(service.encode, acceptance_picture())
+        wait_until(lambda: other.get("/v1/capacity").json()["in_flight"]["free_patches"] < 65536)
+        service.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: other.get("/readyz").status_code == 503)
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(5) == 1
+        assert sent.exception() is not None or sent.result().status_code == 503
+    service.stop()
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_sigterm_while_loading_leaves_nothing() -> None:
+    service = RunningService(["--model", MODEL, "--tp", "2"])
+    wait_until(lambda: any("Started server" in line or "slab" in line for line in service.log))
+    wait_until(lambda: len(descendants(service.process.pid)) >= 3)
+    pids = descendants(service.process.pid)
+    assert service.stop() == 0
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
+
+
+def test_clients_that_leave_free_what_they_held() -> None:
+    service = RunningService(["--model", MODEL, "--tp", "2"]).wait_ready()
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+
+        def leave() -> None:
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(service.url + "/v1/encode", content=LARGE, timeout=httpx.Timeout(5, read=0.05))
+
+        for future in [pool.submit(leave) for _ in range(50)]:
+            future.result()
+    wait_until(lambda: service.client.get("/v1/capacity").json()["requests"]["in_flight"] == 0, timeout_s=60)
+    assert service.encode(GOOD).status_code == 200
+    assert_balanced(service)
+    assert service.client.get("/v1/capacity").json()["requests"]["client_gone"] > 0
+    assert service.stop() == 0
+
+
+def test_it_is_safe_as_pid_1() -> None:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "service.cli"]
+    service = RunningService(["--model", MODEL, "--tp", "2"], command=command).wait_ready()
+    pid_1 = descendants(service.process.pid)[0]
+    for _ in range(2):
+        os.kill(ranks_of(service)[0], signal.SIGKILL)
+        wait_until(lambda: service.client.get("/readyz").status_code == 503)
+        wait_until(lambda: service.client.get("/readyz").status_code == 200, timeout_s=30)
+    wait_until(lambda: zombies_below(pid_1) == 0)
+    assert service.encode(GOOD).status_code == 200
+    os.kill(pid_1, signal.SIGTERM)
+    assert service.process.wait(20) == 0
+    service.stop()
+
+
+def zombies_below(pid: int) -> int:
+    listed = subprocess.run(["ps", "--no-headers", "-eo", "ppid,stat"], capture_output=True, text=True, check=True)
+    return sum(line.split()[0] == str(pid) and line.split()[1][0] == "Z" for line in listed.stdout.splitlines())
+
+
+def test_the_working_directory_does_not_matter(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "service.cli", "demo", "--once", "--port", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,462 @@
+"""Each bound of a connection, on real sockets against uvicorn and uvloop, with limits of a fraction of a second."""
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from service.protocol import BoundedProtocol, ConnectionTable
+from tp.settings import LimitSettings
+
+QUICK = {"header_timeout_s": 0.3, "keep_alive_timeout_s": 0.3, "send_timeout_s": 0.3}
+PATIENT = {"header_timeout_s": 20, "keep_alive_timeout_s": 20, "send_timeout_s": 20}
+BIG_BYTES = 24 * 2**20
+
+
+@dataclass
+class Service:
+    """A small application behind our protocol; it notes what it saw."""
+
+    port: int = 0
+    events: list[str] = field(default_factory=list)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    clients: list["Client"] = field(default_factory=list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        match scope["path"]:
+            case "/big":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": bytes(BIG_BYTES), "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                self.events.append("big sent")
+                return
+            case "/wait":
+                await self.release.wait()
+                text = "waited"
+            case "/body":
+                try:
+                    text = str(len(await request.body()))
+                except ClientDisconnect:
+                    self.events.append("gone")
+                    return
+            case path:
+                text = path
+        await PlainTextResponse(text)(scope, receive, send)
+
+    async def connect(self, *, receive_buffer: int | None = None) -> "Client":
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
+        self.clients.append(Client(*await asyncio.open_connection(sock=connection)))
+        return self.clients[-1]
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        return str(json.loads(self.body)["error"]["code"])
+
+
+@dataclass
+class Client:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> None:
+        with suppress(ConnectionError):  # cut off in the middle, as some tests want it
+            self.writer.write(data)
+            await self.writer.drain()
+
+    async def answer(self) -> Answer:
+        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)).decode()
+        status_line, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return Answer(int(status_line.split()[1]), headers, body)
+
+    async def get(self, path: str) -> Answer:
+        await self.send(request(path))
+        return await self.answer()
+
+    async def wait_closed(self, timeout_s: float = 5) -> float:
+        """Seconds until the other side closed; nothing more may come."""
+        started = time.monotonic()
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(self.reader.read(), timeout_s) == b""
+        return time.monotonic() - started
+
+
+def request(path: str, *headers: str, method: str = "GET", body: bytes = b"") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode() + body
+
+
+def run(use: Callable[[Service], Awaitable[None]], **limits: Any) -> Service:
+    async def serve() -> Service:
+        service = Service()
+        settings = LimitSettings(**{**PATIENT, **limits})
+        protocol: Any = partial(BoundedProtocol, limits=settings, table=ConnectionTable(settings.max_connections))
+        config = uvicorn.Config(
+            service,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            service.port = listener.getsockname()[1]
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                await use(service)
+            finally:
+                server.should_exit = server.force_exit = True
+                for client in service.clients:
+                    client.writer.transport.abort()
+                await serving
+        return service
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve())
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(caplog: pytest.LogCaptureFixture) -> Any:
+    """Whatever a client does, the log holds short lines without its bytes, and no traceback."""
+    caplog.set_level(logging.INFO)
+    yield caplog
+    for record in caplog.records:
+        assert record.exc_info is None
+        assert len(record.getMessage()) < 160 and "secret" not in record.getMessage()
+
+
+async def refused(client: Client, status: int, code: str) -> None:
+    answer = await client.answer()
+    assert (answer.status, answer.code) == (status, code)
+    assert answer.headers["connection"] == "close"
+    assert answer.headers["content-type"] == "application/json"
+    assert len(answer.headers["x-request-id"]) == 32
+    assert b"secret" not in answer.body and len(answer.body) < 500
+    await client.wait_closed()
+
+
+def test_one_connection_takes_many_requests() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        for path in ("/a", "/b", "/c"):
+            assert (await client.get(path)).body == path.encode()
+        await client.send(request("/body", "Content-Length: 70000", method="POST", body=bytes(70000)))
+        assert (await client.answer()).body == b"70000"
+
+    run(use)
+
+
+def test_a_head_of_one_byte_at_a_time_is_408() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        started = time.monotonic()
+        drip = asyncio.create_task(drip_bytes(client, b"GET /secret HTTP/1.1\r\n" * 9, pause_s=0.05))
+        await refused(client, 408, "request_timeout")
+        assert 0.25 < time.monotonic() - started < 3
+        drip.cancel()
+
+    run(use, **QUICK)
+
+
+async def drip_bytes(client: Client, data: bytes, *, pause_s: float) -> None:
+    for byte in data:
+        await client.send(bytes([byte]))
+        await asyncio.sleep(pause_s)
+
+
+def test_a_silent_connection_is_closed_without_a_word(quiet_log: pytest.LogCaptureFixture) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        assert 0.25 < await client.wait_closed() < 2
+
+    run(use, **QUICK)
+    assert not [record for record in quiet_log.records if record.name == "tpvision.http"]
+
+
+def test_empty_lines_are_no_request() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        drip = asyncio.create_task(drip_bytes(client, b"\r\n" * 50, pause_s=0.02))
+        await refused(client, 408, "request_timeout")
+        drip.cancel()
+
+    run(use, **QUICK)
+
+
+def test_an_idle_connection_is_closed() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.get("/a")
+        assert 0.25 < await client.wait_closed() < 2
+
+    run(use, **QUICK | {"header_timeout_s": 20})
+
+
+def test_a_later_head_has_its_deadline_from_its_first_byte() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.get("/a")
+        await asyncio.sleep(0.5)
+        await client.send(b"GET /secret HT")
+        started = time.monotonic()
+        await refused(client, 408, "request_timeout")
+        assert time.monotonic() - started > 0.25
+
+    run(use, header_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /" + b"secret" * 10_000,
+        b"GET / HTTP/1.1\r\nX-Secret: " + b"secret" * 10_000,
+        b"GET / HTTP/1.1\r\n" + b"secret" * 10_000,
+        b"GET / HTTP/1.1\r\n" + b"X-Secret: 12345678901234567890\r\n" * 120 * 10,
+        b"GET / HTTP/1.1\r\n" + b"s:\r\n" * 200,
+        b"\r\n" * 20_000,
+        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Secret: " + b"secret" * 100_000,
+        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"s:\r\n" * 200,
+        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 100_000,
+    ],
+    ids=["url", "value", "name", "bytes", "count", "empty", "trailer", "trailers", "chunk extension"],
+)
+@pytest.mark.parametrize("piece_bytes", [500, 10**6])
+def test_heads_have_a_bound(data: bytes, piece_bytes: int) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        for start in range(0, len(data), piece_bytes):
+            await client.send(data[start : start + piece_bytes])
+        await refused(client, 431, "headers_too_large")
+
+    run(use)
+
+
+def test_a_head_just_under_the_bound_is_taken() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/a", "X: " + "y" * 30_000))
+        assert (await client.answer()).status == 200
+        await client.send(request("/a", *(f"X-{index}: y" for index in range(120))))
+        assert (await client.answer()).status == 200
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"secret\r\n\r\n",
+        b"\x16\x03\x01\x02\x00secret",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /secret HTTP/9.9\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\n\r\n",
+        b"GET http://[secret HTTP/1.1\r\n\r\n",
+        b"CONNECT secret:1 HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nsecret\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: a\x00secret\r\n\r\n",
+        b"POST /body HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /body HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /body HTTP/1.1\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
+        b"POST /body HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    ],
+)
+def test_what_is_not_http(data: bytes) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(data)
+        await refused(client, 400, "invalid_request")
+        assert (await (await service.connect()).get("/a")).status == 200
+
+    run(use)
+
+
+def test_a_broken_chunk_ends_the_request() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/body", "Transfer-Encoding: chunked", method="POST", body=b"3\r\nabc\r\n"))
+        await asyncio.sleep(0.05)
+        await client.send(b"secret")
+        await refused(client, 400, "invalid_request")
+
+    assert run(use).events == ["gone"]
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(b"".join(request(f"/{index}") for index in range(9)))
+        for index in range(9):
+            assert (await client.answer()).body == f"/{index}".encode()
+        assert (await client.get("/a")).status == 200
+
+    run(use)
+
+
+@pytest.mark.parametrize("rest", [request("/secret") * 1000, b"secret\r\n\r\n"])
+def test_too_much_or_garbage_behind_a_request_does_not_spoil_its_answer(rest: bytes) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait") + rest)
+        await asyncio.sleep(0.1)
+        service.release.set()
+        assert (await client.answer()).body == b"waited"
+        await client.wait_closed()
+
+    run(use)
+
+
+def test_a_client_that_leaves_a_pipeline_is_noticed() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/body", "Content-Length: 9", method="POST"))
+        await asyncio.sleep(0.05)
+        client.writer.close()
+        await until(lambda: service.events == ["gone"])
+
+    run(use)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5) -> float:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started
+
+
+def test_upgrades_are_answered_in_http_1_and_closed() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/a", "Connection: Upgrade", "Upgrade: h2c"))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        await client.wait_closed()
+
+    run(use)
+
+
+def test_what_follows_an_early_answer_is_thrown_away_for_a_while() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/a", "Content-Length: 100", method="POST", body=b"x"))
+        assert (await client.answer()).status == 200
+        drip = asyncio.create_task(drip_bytes(client, b"x" * 98, pause_s=0.05))
+        assert 0.2 < await client.wait_closed() < 2
+        drip.cancel()
+        client = await service.connect()
+        await client.send(request("/a", "Content-Length: 100", method="POST", body=b"x" * 50))
+        assert (await client.answer()).status == 200
+        await client.send(b"x" * 50)
+        assert (await client.get("/b")).body == b"/b"
+
+    run(use, header_timeout_s=0.3)
+
+
+def test_one_more_connection_takes_the_place_of_the_longest_idle_one() -> None:
+    async def use(service: Service) -> None:
+        clients = [await service.connect() for _ in range(3)]
+        assert (await clients[0].get("/a")).status == 200  # now the one that waits shortest
+        newest = await service.connect()
+        assert (await newest.get("/b")).status == 200
+        assert await clients[1].wait_closed() < 1
+        for client in (clients[0], clients[2], newest):
+            assert (await client.get("/c")).status == 200
+
+    run(use, max_connections=3)
+
+
+def test_who_was_answered_before_the_end_of_its_body_is_not_busy() -> None:
+    async def use(service: Service) -> None:
+        for _ in range(9):
+            client = await service.connect()
+            await client.send(request("/a", "Content-Length: 100", method="POST"))
+            assert (await client.answer()).status == 200
+
+    run(use, max_connections=3)
+
+
+def test_where_all_are_busy_only_probes_are_answered() -> None:
+    async def use(service: Service) -> None:
+        busy = [await service.connect() for _ in range(3)]
+        for client in busy:
+            await client.send(request("/wait"))
+        await asyncio.sleep(0.1)
+        probe, other = await service.connect(), await service.connect()
+        assert (await probe.get("/livez?x=1")).status == 200
+        await other.send(request("/secret"))
+        answer = await other.answer()
+        assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "overloaded", "1")
+        await other.wait_closed()
+        assert (await probe.get("/readyz")).status == 200
+        silent = [await service.connect() for _ in range(100)]  # more than there are places in reserve
+        assert (await (await service.connect()).get("/health")).status == 200
+        assert await silent[0].wait_closed() < 1
+        service.release.set()
+        for client in busy:
+            assert (await client.answer()).body == b"waited"
+        assert (await busy[0].get("/d")).status == 200
+
+    run(use, max_connections=3)
+
+
+def test_an_answer_that_is_not_read_is_cut_off(quiet_log: pytest.LogCaptureFixture) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect(receive_buffer=4096)
+        await client.send(request("/big"))
+        assert 0.25 < await until(lambda: service.events == ["big sent"]) < 3
+
+    run(use, **QUICK)
+    assert "closed: an answer was not read for 0.3 s id=-" in [record.getMessage() for record in quiet_log.records]
+
+
+def test_an_answer_that_is_read_slowly_arrives() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect(receive_buffer=2**18)
+        await client.send(request("/big", "Connection: close"))
+        started, num_bytes = time.monotonic(), 0
+        while piece := await client.reader.read(2**17):
+            num_bytes += len(piece)
+            await asyncio.sleep(0.01)
+        assert num_bytes > BIG_BYTES
+        assert time.monotonic() - started > 1
+
+    run(use, **QUICK)
+
+
+def test_an_answer_is_complete_only_when_it_is_read() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect(receive_buffer=4096)
+        await client.send(request("/big"))
+        await asyncio.sleep(0.5)
+        assert service.events == []
+        while service.events == []:
+            await client.reader.read(2**20)
+
+    run(use)
