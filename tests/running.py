@@ -146,3 +146,9 @@ def assert_balanced(service: RunningService) -> None:
     assert requests["accepted"] == requests["answered"] + requests["client_gone"], requests
     assert in_flight["free_patches"] == capacity["slab"]["patches"], in_flight
     assert in_flight["queued_images"] == 0 and in_flight["bytes"] == 0, in_flight
+
+
+def resident_bytes(pid: int) -> int:
+    """RssAnon of a process."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024

@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import httpx
 import load
 import pytest
 from make_photograph import acceptance_picture
-from running import GOLDEN, RunningService, assert_balanced
+from running import GOLDEN, RunningService, assert_balanced, resident_bytes
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -27,11 +26,6 @@ def service(start_module_service: Callable[..., RunningService]) -> RunningServi
 @pytest.fixture(scope="module")
 def start_module_service(start_service: Callable[..., RunningService]) -> Callable[..., RunningService]:
     return start_service
-
-
-def resident_bytes(pid: int) -> int:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def run_load(service: RunningService, work: Callable[[httpx.AsyncClient, float], Awaitable[None]]) -> None:
