@@ -1,7 +1,8 @@
 """Faults for worker ranks, from outside: put this folder on PYTHONPATH and name a fault file in TP_FAULT (JSON).
 
 `what` happens on `rank`, `where` in a batch that holds an image of `tokens` merged tokens (0: any batch, the warm-up
-too), as long as `times` is above 0; each fault counts it down. The product knows nothing of this.
+too), as long as `times` is above 0; each fault counts it down. With TP_POISON set, the front-end fills the slab, and
+rows that are given back, with NaN. The product knows nothing of this.
 """
 
 import fcntl
@@ -105,24 +106,59 @@ def spoil_tokens(runner: Any, grids: Any, num_tokens: int) -> None:
     runner._model.gather = spoilt
 
 
+def poison_slab(module: Any) -> None:
+    create = module.Slab.create.__func__
+
+    def create_poisoned(cls: Any, layout: Any) -> Any:
+        slab = create(cls, layout)
+        poison_rows(slab, module.Run(0, layout.num_patches))
+        SLABS.append(slab)
+        return slab
+
+    module.Slab.create = classmethod(create_poisoned)
+
+
+def poison_allocator(module: Any) -> None:
+    free = module.RowAllocator.free
+
+    def free_poisoned(self: Any, run: Any) -> None:
+        poison_rows(SLABS[-1], run)
+        free(self, run)
+
+    module.RowAllocator.free = free_poisoned
+
+
+def poison_rows(slab: Any, run: Any) -> None:
+    slab.pixels(run)[:] = 0xFF
+    slab.tokens(run, run.num_patches // 4)[:] = 0xFF  # NaN in every dtype
+
+
+SLABS: list[Any] = []
+PATCHES: dict[str, Any] = {}
+if FILE is not None:
+    PATCHES["tp.runner"] = spoil_runner
+if "TP_POISON" in os.environ:
+    PATCHES |= {"tp.slab": poison_slab, "service.admission": poison_allocator}
+
+
 class PatchingFinder(importlib.machinery.PathFinder):
-    """Finds tp.runner as usual, and spoils it once it is loaded."""
+    """Finds modules as usual, and changes some of them once they are loaded."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "tp.runner":
+        if name not in PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None
         load = spec.loader.exec_module
 
-        def load_and_spoil(module: Any) -> None:
+        def load_and_change(module: Any) -> None:
             load(module)
-            spoil_runner(module)
+            PATCHES[name](module)
 
-        spec.loader.exec_module = load_and_spoil  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
 
 
-if FILE is not None:
+if PATCHES:
     sys.meta_path.insert(0, PatchingFinder)  # type: ignore[arg-type]
