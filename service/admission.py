@@ -193,7 +193,7 @@ class Admission:
 
     def expected_wait_s(self) -> float:
         """Seconds until all that is queued now is done; 0 while nothing was measured."""
-        return self._drained.seconds_for(self.queued_cost) or 0.0
+        return max(0.0, self._drained.seconds_for(self.queued_cost) or 0.0)
 
     def expected_batch_s(self, cost: float) -> float | None:
         """Seconds that a batch takes on the workers; None while nothing was measured."""

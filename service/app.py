@@ -31,6 +31,7 @@ from tp.settings import Settings
 log = logging.getLogger("tpvision.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_CODE_HEADER = "x-error-code"  # the body's `code`, where a log or a proxy sees it
 _CLIENT_GONE = 499  # nginx's number; nobody is there to read it
 
 
@@ -88,12 +89,15 @@ class RequestScope:
         scope.setdefault("state", {})["request_id"] = request_id
         started = time.monotonic()
         status = 0
+        code = ""
 
         async def send_named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, code
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                code = headers.get(_CODE_HEADER, "")
             await send(message)
 
         try:
@@ -106,21 +110,25 @@ class RequestScope:
         finally:
             if scope["path"] not in PROBES or status >= 400:
                 elapsed_ms = (time.monotonic() - started) * 1000
-                log.info("%s %s %d %.1f ms id=%s", scope["method"], _route_of(scope), status, elapsed_ms, request_id)
+                outcome = f"{status} {code}".strip()
+                log.info("%s %s %s %.1f ms id=%s", scope["method"], _route_of(scope), outcome, elapsed_ms, request_id)
 
 
 def _add_probes(app: FastAPI, engine: Engine) -> None:
+    @app.head("/livez", include_in_schema=False)
     @app.get("/livez", responses=error_responses(*BEFORE_ROUTES))
     async def livez() -> dict[str, str]:
         """Alive: the process and its event loop answer."""
         return {"status": "alive"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", responses=error_responses(*BEFORE_ROUTES, 503))
     async def readyz() -> dict[str, str]:
         """Ready: at least one group is loaded and warm, and the service is not draining."""
         engine.check_serving()
         return {"status": engine.state}
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=error_responses(*BEFORE_ROUTES, 503))
     async def health() -> dict[str, str]:
         """The same as /readyz, where load balancers look for it."""
@@ -160,7 +168,7 @@ def _from_starlette(error: HTTPException) -> errors.ServiceError:
 
 
 def _error_response(error: errors.ServiceError, headers: dict[str, str] | None = None) -> Response:
-    headers = dict(headers or {})
+    headers = {_CODE_HEADER: error.code, **(headers or {})}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if error.status == 401:

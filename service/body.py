@@ -37,6 +37,16 @@ class ImageBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoChunk:
+    """Frames that are encoded together, each an image file, in order."""
+
+    frames: tuple[ImageBytes, ...]
+
+
+Item = ImageBytes | VideoChunk  # what becomes one run of merged tokens
+
+
+@dataclass(frozen=True, slots=True)
 class FilePart:
     """One file of a multipart form, and the name of its field."""
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import ImageTooLarge
-from service.geometry import fit
-from tp.spec import ProcessorSpec
+from service.geometry import fit, frame_rule
+from tp.spec import EncoderSpec, ProcessorSpec
 
 _Ints = NDArray[np.int64]
 
@@ -45,6 +45,16 @@ def largest_patch_count(processor: ProcessorSpec) -> tuple[int, int, int]:
             reached = _patches(np.full_like(heights, width), heights, processor) >= 4 * tokens
             return 4 * tokens, width, int(heights[reached.argmax()])
     raise AssertionError("a 1 x 1 picture makes one token")
+
+
+def largest_chunk(spec: EncoderSpec) -> int | None:
+    """The most patches that a video chunk can have, all frames together; None where the tower takes none."""
+    if not spec.takes_video:
+        return None
+    return max(
+        num_frames * largest_patch_count(frame_rule(spec.processor, num_frames))[0]
+        for num_frames in range(1, spec.pos_emb_time + 1)
+    )
 
 
 def largest_picture(max_patches: int, processor: ProcessorSpec, *, aspect: tuple[int, int] = (1, 1)) -> tuple[int, int]:

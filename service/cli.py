@@ -2,29 +2,41 @@
 
 import argparse
 import asyncio
+import contextlib
+import importlib.util
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 from rich.console import Console
 from rich.logging import RichHandler
 
+from service.check import check_model
+from service.check import render as render_check
 from service.demo import run_demo
 from service.demo_model import DemoModelError
+from service.extract import ExtractError, Slim, extract
+from service.file_progress import shown
 from service.keys import KeysError
 from service.plan import plan_capacity, render
+from service.reference import ReferenceFileError
 from service.server import ServeError, serve
-from service.transport import SocketInUseError
+from service.transport import ControlSocketError
 from service.worker_host import host_workers
-from tp.settings import LoadedSettings, Settings, SettingsError, known_names, load_settings
+from tp.checkpoint import CheckpointError, check_dtype, check_tensors, read_vision_tensors
+from tp.settings import LoadedSettings, Settings, SettingsError, known_names, load_settings, near_misses
 from tp.slab import SlabError
-from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, read_spec
+from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, model_note, read_spec
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 _PLAN_COLUMNS = 132
 _FLAGS = {  # flag -> setting
     "model": "model.path",
@@ -38,8 +50,25 @@ _FLAGS = {  # flag -> setting
     "port": "server.port",
     "capacities": "capacity.patch_capacities",
     "policy": "capacity.policy",
+    "log_level": "server.log_level",
 }
-_USER_ERRORS = (SettingsError, SpecError, SlabError, ServeError, SocketInUseError, KeysError, DemoModelError)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_USER_ERRORS = (
+    SettingsError,
+    SpecError,
+    CheckpointError,
+    SlabError,
+    ServeError,
+    ControlSocketError,
+    KeysError,
+    DemoModelError,
+    ExtractError,
+    ReferenceFileError,
+)
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("tpvision")
 
 
 def main() -> None:
@@ -47,6 +76,8 @@ def main() -> None:
     arguments = _parser().parse_args()
     try:
         sys.exit(arguments.run(arguments))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except _USER_ERRORS as error:
         print(f"tpvision: {error}", file=sys.stderr)  # noqa: T201 - the command's own voice
         sys.exit(EXIT_USAGE)
@@ -56,33 +87,93 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """`tpvision serve`: the front-end, and its workers unless they are external."""
     settings = _load(arguments).settings
     _start_logging(settings)
-    return _run(serve(settings, read_checked_spec(settings)))
+    spec = read_checked_spec(settings)
+    if settings.parallel.workers == "managed":  # else the weights may be in the workers' container alone
+        _need_torch()
+        check_weights(settings, spec)
+    return _run(serve(settings, spec))
 
 
 def run_worker(arguments: argparse.Namespace) -> int:
     """`tpvision worker`: one worker group for a front-end that runs with `--workers external`."""
     settings = _load(arguments).settings
     _start_logging(settings)
-    read_checked_spec(settings)
+    _need_torch()
+    check_weights(settings, read_checked_spec(settings))
     return _run(host_workers(settings, arguments.group))
 
 
 def run_demo_command(arguments: argparse.Namespace) -> int:
     """`tpvision demo`: make a model, serve it, send it a photograph."""
+    _need_torch()
     return _run(run_demo(arguments.size, arguments.out, port=arguments.port, once=arguments.once, tp=arguments.tp))
+
+
+def run_fetch(arguments: argparse.Namespace) -> int:
+    """`tpvision fetch`: the vision part of a checkpoint on a hub, without the rest, into a folder of its own."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # the library would tell the hub which agent runs it
+    try:
+        from service.fetch_model import fetch_model  # noqa: PLC0415 - an extra, which nothing else needs
+    except ModuleNotFoundError as error:
+        raise ExtractError(f"fetch needs the package {error.name}: pip install 'tpvision[fetch]'") from error
+    logging.basicConfig(level="INFO", format="%(message)s")
+    with _told_to_stop():
+        fetched = fetch_model(arguments.name, arguments.out, revision=arguments.revision)
+    of_all = "" if fetched.repo_bytes is None else f", of {fetched.repo_bytes:,} in the repository"
+    source = f"{fetched.repo} at {fetched.commit}"
+    _show_slim(source, fetched.slim, ("downloaded", f"{fetched.downloaded_bytes:,} bytes{of_all}"))
+    return 0
+
+
+def run_extract(arguments: argparse.Namespace) -> int:
+    """`tpvision extract`: the vision part of a checkpoint folder, without the rest, into a folder of its own."""
+    logging.basicConfig(level="INFO", format="%(message)s")
+    with _told_to_stop(), shown("writing") as report:
+        slim = extract(arguments.source, arguments.out, report=report)
+    source_bytes = sum(file.num_bytes for file in slim.provenance.source_files)
+    _show_slim(str(arguments.source), slim, ("read", f"{source_bytes:,} bytes of files that hold vision tensors"))
+    return 0
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """`tpvision check`: whether this checkpoint works on this machine; the exit status tells."""
+    arguments.log_level = "warning"
+    settings = _load(arguments).settings
+    _start_logging(settings)
+    console = Console(stderr=True)
+    with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
+        work = check_model(
+            settings,
+            reference=arguments.write_reference,
+            against=arguments.against,
+            on_step=lambda step: status.update(step) if status is not None else None,
+        )
+        try:
+            checked = _run(work)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+    if arguments.json:
+        Console().print_json(data=checked.as_dict())
+    else:
+        Console(width=max(_PLAN_COLUMNS, Console().width)).print(render_check(checked))
+    return 0 if checked.passed else 1
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """`tpvision plan`: what the tiers cost in bytes, before anything is started."""
     settings = _load(arguments).settings
-    spec = PUBLISHED_K3 if settings.model.path is None else read_checked_spec(settings)
+    path = settings.model.path
+    if path is not None and path.is_dir():
+        spec = read_checked_spec(settings)
+    else:
+        spec = PUBLISHED_K3
+        print(f"{path or 'no model'} is not there: planned for published Kimi K3", file=sys.stderr)  # noqa: T201
     plan = plan_capacity(spec, settings, threads=settings.rank_threads(len(os.sched_getaffinity(0))))
     if arguments.json:
         Console().print_json(data=plan.as_dict())
     else:
-        Console(width=max(_PLAN_COLUMNS, Console().width)).print(
-            render(plan)
-        )  # a number cut short is worse than a wrap
+        width = max(_PLAN_COLUMNS, Console().width)  # a number cut short is worse than a wrap
+        Console(width=width).print(render(plan))
     return 0
 
 
@@ -101,19 +192,78 @@ def read_checked_spec(settings: Settings) -> EncoderSpec:
     """The spec of the configured checkpoint. Raises SettingsError or SpecError before anything is started."""
     if settings.model.path is None:
         raise SettingsError("model.path is not set: name a checkpoint folder with --model")
+    name = str(settings.model.path)
+    if not settings.model.path.exists() and _HUB_NAME.fullmatch(name):
+        folder = f"models/{settings.model.path.name}"
+        raise SettingsError(
+            f"there is no folder {name}; if that is a name on a hub: `tpvision fetch {name} --out {folder}`, then "
+            f"--model {folder}"
+        )
     spec = read_spec(settings.model.path)
+    if (note := model_note(spec)) is not None:
+        log.warning("%s", note)
     check_world_size(spec, settings.parallel.tensor, settings.parallel.tensor * settings.parallel.groups)
+    settings.compute_dtype(spec)
     return spec
 
 
-def _run(work: Any) -> int:
+def check_weights(settings: Settings, spec: EncoderSpec) -> None:
+    """Stop before anything is started unless every vision tensor is there and as expected; say where it is cast.
+
+    Reads headers alone. Raises CheckpointError.
+    """
+    assert settings.model.path is not None, "read_checked_spec was here"
+    table = read_vision_tensors(settings.model.path, spec)
+    check_tensors(spec, table)
+    stored, dtype = check_dtype(spec, table, settings.model.dtype), settings.compute_dtype(spec)
+    if stored != dtype:
+        log.info("model.dtype casts the checkpoint's weights from %s to %s", stored, dtype)
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise SettingsError("the workers need torch, which is not installed here: pip install 'tpvision[worker]'")
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return int(runner.run(work))
+        return runner.run(work)
+
+
+@contextlib.contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """SIGTERM like Ctrl-C: what is half written is removed, what was downloaded is kept, and one line says so."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("tpvision: interrupted; the same line goes on from here", file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        raise ExtractError(f"{error.filename or 'reading or writing'}: {error.strerror or error}") from error
+
+
+def _show_slim(source: str, slim: Slim, amount: tuple[str, str]) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    rows = [
+        amount,
+        (
+            "wrote" if slim.is_new else "was there",
+            f"{slim.num_tensors} tensors, {slim.num_bytes:,} bytes, {slim.dtype}",
+        ),
+        ("fingerprint", slim.provenance.fingerprint),
+        ("next", f"tpvision serve --model {slim.folder}{' --dtype bfloat16' if slim.dtype == 'float16' else ''}"),
+    ]
+    console.print(f"{source} -> {slim.folder}")
+    for name, value in rows:
+        console.print(f"  {name:<12}{value}")
 
 
 def _load(arguments: argparse.Namespace) -> LoadedSettings:
     flags = {setting: getattr(arguments, flag, None) for flag, setting in _FLAGS.items()}
     given = {setting: value for setting, value in flags.items() if value is not None}
+    for sentence in near_misses(os.environ):
+        print(f"tpvision: {sentence}", file=sys.stderr)  # noqa: T201 - before there is a log
     return load_settings(arguments.config, environ=os.environ, flags=given)
 
 
@@ -138,6 +288,14 @@ def _parser() -> argparse.ArgumentParser:
     worker = _add(commands, "worker", run_worker, shared)
     worker.add_argument("--group", type=int, default=0, help="which of the front-end's groups this is (default 0)")
     _add_demo(commands)
+    fetcher = _add(commands, "fetch", run_fetch)
+    fetcher.add_argument("name", metavar="HUB_NAME", help="repository on the hub, such as moonshotai/Kimi-K3")
+    fetcher.add_argument("--revision", help="commit, branch or tag (default: the main branch, as it is now)")
+    extractor = _add(commands, "extract", run_extract)
+    extractor.add_argument("source", type=Path, metavar="SRC_DIR", help="checkpoint folder")
+    for command in (fetcher, extractor):
+        command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    _add_check(commands)
     planner = _add(commands, "plan", run_plan, shared)
     planner.add_argument("--json", action="store_true", help="machine-readable")
     config = commands.add_parser("config", help="the settings in force").add_subparsers(
@@ -154,6 +312,18 @@ def _add_demo(commands: Any) -> None:
     demo_parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     demo_parser.add_argument("--port", type=int, default=8000, help="TCP port; 0 picks a free one (default 8000)")
     demo_parser.add_argument("--once", action="store_true", help="exit after the photograph's embeddings")
+
+
+def _add_check(commands: Any) -> None:
+    checker = _add(commands, "check", run_check)
+    checker.add_argument("model", type=Path, metavar="MODEL_DIR", help="checkpoint folder")
+    checker.add_argument("--config", type=Path, help="YAML settings file; see configs/")
+    checker.add_argument("--tp", type=int, metavar="N", help="ranks per group; must divide the attention heads")
+    checker.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    checker.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="compute dtype")
+    checker.add_argument("--json", action="store_true", help="machine-readable")
+    checker.add_argument("--write-reference", type=Path, metavar="FILE", help="store the embeddings in this file")
+    checker.add_argument("--against", type=Path, metavar="FILE", help="compare with another installation's embeddings")
 
 
 def _settings_flags() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ import socket
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,7 +37,7 @@ from service.errors import InternalError, InvalidRequest, ServiceError, Undecoda
 from service.geometry import ImagePlan
 from service.header import ImageHeader, Orientation, read_header
 from service.image import Gray16, write_patches
-from service.unpack import EmbeddingsOptions, Route, unpack_embeddings, unpack_encode
+from service.unpack import EmbeddingsOptions, Frames, Route, Source, unpack_embeddings, unpack_encode
 from tp.process import die_with_parent
 from tp.slab import Run, Slab, SlabLayout
 from tp.spec import ProcessorSpec
@@ -72,12 +73,13 @@ class HeaderTask:
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """Decode an image file and write its patches into a run of the slab."""
+    """Decode an image file, or that of one frame of a video chunk, and write its patches into a run of the slab."""
 
     offset: int
     length: int
     plan: ImagePlan
     run: Run
+    frame: int
     kind: Literal["write"] = "write"
 
 
@@ -88,16 +90,18 @@ class UnpackTask:
     route: Route
     length: int
     max_images: int
+    max_frames: int
     allow_urls: bool
     kind: Literal["unpack"] = "unpack"
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """Lengths in bytes of the images of a JSON body, one after the other in the output, and its other fields."""
+    """Lengths in bytes of the image files of a JSON body, one after the other in the output, and its other fields."""
 
     lengths: tuple[int, ...]
     urls: tuple[int, ...]  # indices of those where the output holds a URL
+    frames: tuple[int | None, ...]  # for each item: frames of a video chunk, each a file; None: an image, one file
     options: EmbeddingsOptions | None  # None on /v1/encode, whose options are in the query
 
 
@@ -163,18 +167,24 @@ class Decoder:
             orientation=self._start.orientation,
             gray16=self._start.gray16,
             out=self._slab.pixels(task.run),
+            frame=task.frame,
         )
 
     def _unpack(self, task: UnpackTask, body_fd: int, output_fd: int) -> Unpacked:
         body = _read(body_fd, 0, task.length)
         options = None
+        items: Sequence[Source | Frames]
         if task.route == "encode":
-            sources = unpack_encode(body, max_images=task.max_images, allow_urls=task.allow_urls)
+            items = unpack_encode(
+                body, max_images=task.max_images, max_frames=task.max_frames, allow_urls=task.allow_urls
+            )
         else:
-            sources, options = unpack_embeddings(body, max_images=task.max_images, allow_urls=task.allow_urls)
+            items, options = unpack_embeddings(body, max_images=task.max_images, allow_urls=task.allow_urls)
+        sources = [source for item in items for source in (item if isinstance(item, tuple) else (item,))]
         urls = tuple(index for index, source in enumerate(sources) if isinstance(source, str))
         files = (source.encode() if isinstance(source, str) else source for source in sources)
-        return Unpacked(tuple(os.write(output_fd, file) for file in files), urls, options)
+        lengths = tuple(os.write(output_fd, file) for file in files)
+        return Unpacked(lengths, urls, tuple(len(item) if isinstance(item, tuple) else None for item in items), options)
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from service import decode_process as child
-from service.body import Body, ImageBytes
+from service.body import Body, ImageBytes, Item, VideoChunk
 from service.errors import (
     BY_CODE,
     DecodeTimeout,
@@ -60,18 +60,29 @@ class DecoderStartError(RuntimeError):
 class UnpackedBody:
     """The image files of a JSON body, in a memory file of their own, and an embeddings body's options.
 
-    `urls` has the URLs in it by index; `images` holds their places all the same.
+    `images` has every file, frames of video chunks included, and `names` what an error calls each beside the name of
+    the list. `urls` has the URLs among them by index; `images` holds their places all the same.
     """
 
     def __init__(self, body: Body, unpacked: child.Unpacked) -> None:
         self._body = body
+        self._frames = unpacked.frames
         self.options = unpacked.options
+        self.names = tuple(_names(unpacked.frames))
         ends = itertools.accumulate(unpacked.lengths)
         self.images = tuple(
             ImageBytes(body.fd, end - length, length) for end, length in zip(ends, unpacked.lengths, strict=True)
         )
         places = {index: self.images[index] for index in unpacked.urls}
         self.urls = {index: os.pread(body.fd, at.length, at.offset).decode() for index, at in places.items()}
+
+    def items(self, images: Sequence[ImageBytes]) -> list[Item]:
+        """The items of the body, made of its image files: `images`, or the same with what was fetched for its URLs."""
+        files = iter(images)
+        return [
+            next(files) if num_frames is None else VideoChunk(tuple(itertools.islice(files, num_frames)))
+            for num_frames in self._frames
+        ]
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -143,16 +154,19 @@ class DecoderPool:
         """
         return _HEADER.validate_python(await self._decode(child.HeaderTask(image.offset, image.length), image.fd))
 
-    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run) -> None:
-        """Decode an image file into the run's pixel rows. Raises what `read_header` does."""
-        await self._decode(child.WriteTask(image.offset, image.length, plan, run), image.fd)
+    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0) -> None:
+        """Decode an image file into the run's pixel rows, or those of one frame. Raises what `read_header` does."""
+        await self._decode(child.WriteTask(image.offset, image.length, plan, run, frame), image.fd)
 
-    async def unpack(self, body: Body, route: Route) -> "UnpackedBody":
+    async def unpack(self, body: Body, route: Route, *, max_frames: int = 1) -> "UnpackedBody":
         """The images of a JSON body, which stays the caller's to close, like the result.
 
-        Raises InvalidRequest, TooManyImages, DecodeTimeout, or NotReady while stopping.
+        `max_frames` is what a video chunk of the model may have; 1: it takes none. Raises InvalidRequest,
+        TooManyImages, TooManyFrames, DecodeTimeout, or NotReady while stopping.
         """
-        task = child.UnpackTask(route, body.num_bytes, self._limits.max_images_per_request, self._allow_urls)
+        task = child.UnpackTask(
+            route, body.num_bytes, self._limits.max_images_per_request, max_frames, self._allow_urls
+        )
         with ExitStack() as undo:
             output = undo.enter_context(Body())
             try:
@@ -327,6 +341,14 @@ class _Process:
             self._reply.set_result(None)
         self.gone.set()
         self._on_gone(self)
+
+
+def _names(frames: Sequence[int | None]) -> Iterator[str]:
+    for index, num_frames in enumerate(frames):
+        if num_frames is None:
+            yield f"[{index}]"
+        else:
+            yield from (f"[{index}].frames[{frame}]" for frame in range(num_frames))
 
 
 async def _outlast(future: "asyncio.Future[bytes | None]") -> bytes | None:

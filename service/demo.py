@@ -7,6 +7,7 @@ ships with the project, prints what came back, and stays up.
 import asyncio
 import json
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from rich.progress import Progress
 from service.demo_model import write_demo_model
 from service.server import serve
 from tp.settings import load_settings
-from tp.spec import read_spec
+from tp.spec import check_world_size, read_spec
 
 PHOTOGRAPH = Path(__file__).parent / "assets" / "photograph.jpg"
 _REQUEST_TIMEOUT_S = 300.0
@@ -34,11 +35,20 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
     console = Console(highlight=False, soft_wrap=True)
     with _model_folder(out) as folder:
         _make_model(console, folder, size)
-        flags = {"model.path": folder, "parallel.tensor": tp, "parallel.device": "cpu", "server.port": port}
-        settings = load_settings(flags=flags).settings
+        flags = {
+            "model.path": folder,
+            "model.name": "demo",
+            "parallel.tensor": tp,
+            "parallel.device": "cpu",
+            "server.port": port,
+        }
+        settings = load_settings(environ=os.environ, flags=flags).settings
+        check_world_size(read_spec(folder), tp)
         stop = asyncio.Event()
 
         async def on_ready(url: str) -> None:
+            if size == "full":
+                console.print("sending the photograph: K3's true shape takes a minute or two on a few cores")
             await _show_photograph(console, url)
             if once:
                 stop.set()

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from service.safetensors_header import Item, file_start
 from service.tokens import to_bfloat16_bits
 from tp.spec import ITEMSIZE, Dtype
 
@@ -153,7 +154,10 @@ def _claim(out: Path, *, size: Size, seed: int) -> None:
         raise DemoModelError(f"{out} is not a folder")
     if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).exists():
         raise DemoModelError(f"{out} is not empty and not a demo model; name an empty or a new folder")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoModelError(f"{out} cannot be made: {error.strerror}") from error
     _write_json(out / _MARKER, {"what": "random weights, made by `tpvision demo`", "size": size, "seed": seed})
 
 
@@ -237,27 +241,14 @@ def _write_shard(path: Path, tensors: list[_Tensor], *, seed: tuple[int, int], r
     """One safetensors file. An old one is unlinked, not cut short: a running server may have it mapped."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
-        header = _header(tensors)
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
+        file.write(
+            file_start(
+                Item(tensor.name, _DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.num_bytes) for tensor in tensors
+            )
+        )
         for position, tensor in enumerate(tensors):
             file.write(_draw(tensor, np.random.default_rng((*seed, position))).data)
             report.add(tensor.num_bytes)
-
-
-def _header(tensors: list[_Tensor]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.num_bytes
-        entries[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # the data starts aligned to 8 bytes
 
 
 def _draw(tensor: _Tensor, generator: np.random.Generator) -> npt.NDArray[Any]:

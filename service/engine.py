@@ -11,21 +11,23 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 from service.admission import Admission, Permit
 from service.batcher import MAX_LOSSES, Batcher, Entry, PackedBatch
-from service.body import Body, ImageBytes
+from service.body import Body, ImageBytes, Item, VideoChunk
 from service.decoders import DecoderPool, UnpackedBody
-from service.errors import DeadlineExceeded, NotReady, ServiceError, WorkersLost
+from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceError, WorkersLost
 from service.geometry import ImagePlan, plan_image
 from service.groups import WorkerGroups
+from service.header import ImageHeader
 from service.plan import plan_capacity, sentences
 from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import GroupLost, WorkerGroup
 from service.unpack import Route
+from service.waiting import first_of
 from tp import wire
 from tp.settings import Settings
 from tp.slab import Slab, SlabLayout
@@ -55,7 +57,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The embeddings of one request's images, in order, and where the time went."""
+    """The embeddings of one request's images and video chunks, in order, and where the time went."""
 
     embeddings: Embeddings
     plans: Sequence[ImagePlan]
@@ -127,8 +129,11 @@ class Engine:
         assert self.settings.model.path is not None
         return self.settings.model.name or self.settings.model.path.resolve().name
 
-    async def encode(self, images: Sequence[ImageBytes], options: EncodeOptions) -> Encoded:
-        """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image."""
+    async def encode(self, images: Sequence[Item], options: EncodeOptions) -> Encoded:
+        """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image.
+
+        A video chunk takes the place of an image, with one run of tokens for all of its frames.
+        """
         self.check_serving()
         entries: list[Entry] = []
         task = asyncio.current_task()
@@ -147,7 +152,7 @@ class Engine:
                 for entry in entries:
                     entry.future.cancel()  # whoever is not answered by now is not wanted any more
 
-    async def _encode(self, images: Sequence[ImageBytes], options: EncodeOptions, entries: list[Entry]) -> Encoded:
+    async def _encode(self, images: Sequence[Item], options: EncodeOptions, entries: list[Entry]) -> Encoded:
         started = time.monotonic()
         plans = await self._plan(images, options)
         planned = time.monotonic()
@@ -156,7 +161,7 @@ class Engine:
             written = time.monotonic()
             entries += self._make_entries(plans, permit)
             self._batcher.submit(entries)
-            times = await _in_order([entry.future for entry in entries], options.param)
+            times = await _in_order({f"{options.param}[{i}]": entry.future for i, entry in enumerate(entries)})
             settled = time.monotonic()
             embeddings = await self._read_tokens(plans, permit, options)
         stages = {
@@ -171,7 +176,7 @@ class Engine:
 
     async def unpack(self, body: Body, route: Route) -> UnpackedBody:
         """The images of a JSON body, read in a decode process; the caller closes the result."""
-        return await self._decoders.unpack(body, route)
+        return await self._decoders.unpack(body, route, max_frames=self.spec.pos_emb_time)
 
     def describe_capacity(self) -> dict[str, Any]:
         """The plan in force, what each rank really holds, and what is in flight."""
@@ -192,7 +197,7 @@ class Engine:
     async def dispatch(self, group: WorkerGroup) -> None:
         """Feed one batch after another to a group, and settle them, until the group is lost."""
         while True:
-            await _first_of(self._batcher.wait_for_entries(), group.lost.wait())
+            await first_of(self._batcher.wait_for_entries(), group.lost.wait())
             if group.lost.is_set():
                 return
             batch = self._batcher.take()
@@ -260,24 +265,33 @@ class Engine:
         await self._decoders.stop()
         self.slab.close()
 
-    async def _plan(self, images: Sequence[ImageBytes], options: EncodeOptions) -> list[ImagePlan]:
-        headers = await _in_order([self._decoders.read_header(image) for image in images], options.param)
-        capacity = self.settings.capacity
+    async def _plan(self, images: Sequence[Item], options: EncodeOptions) -> list[ImagePlan]:
+        files = {name: file for index, item in enumerate(images) for name, file in _files(item, options.param, index)}
+        headers = iter(await _in_order({name: self._decoders.read_header(file) for name, file in files.items()}))
+        capacities = self.settings.capacity.patch_capacities
         plans = []
-        for index, header in enumerate(headers):
+        for index, item in enumerate(images):
+            param = f"{options.param}[{index}]"
+            num_frames = len(item.frames) if isinstance(item, VideoChunk) else None
+            size = _common_size([next(headers) for _ in range(num_frames or 1)], param)
             try:
-                plans.append(plan_image(*header.size, self.spec.processor, capacity.patch_capacities, options.policy))
+                plan = plan_image(*size, self.spec.processor, capacities, options.policy, num_frames=num_frames)
             except ServiceError as error:
-                raise error.with_param(f"{options.param}[{index}]") from None
+                raise error.with_param(param) from None
+            plans.append(plan)
         if options.check_plans is not None:
             options.check_plans(plans)
         return plans
 
     async def _write_patches(
-        self, images: Sequence[ImageBytes], plans: Sequence[ImagePlan], permit: Permit, param: str
+        self, images: Sequence[Item], plans: Sequence[ImagePlan], permit: Permit, param: str
     ) -> None:
-        work = zip(images, plans, permit.rows, strict=True)
-        await _in_order([self._decoders.write_patches(image, plan, rows.run) for image, plan, rows in work], param)
+        work = {
+            name: self._decoders.write_patches(file, plan, rows.run, frame)
+            for index, (item, plan, rows) in enumerate(zip(images, plans, permit.rows, strict=True))
+            for frame, (name, file) in enumerate(_files(item, param, index))
+        }
+        await _in_order(work)
 
     def _make_entries(self, plans: Sequence[ImagePlan], permit: Permit) -> list[Entry]:
         loop = asyncio.get_running_loop()
@@ -352,24 +366,35 @@ class Engine:
                 self._idle.set()
 
 
-async def _in_order(work: Sequence[Awaitable[Result]], param: str) -> list[Result]:
-    """All results, side by side. Raises the error of the first bad one by index, when every one has ended."""
-    results = await asyncio.gather(*work, return_exceptions=True)
+def _files(item: Item, param: str, index: int) -> list[tuple[str, ImageBytes]]:
+    """The image files of one item, each with what error.param calls it."""
+    if isinstance(item, VideoChunk):
+        return [(f"{param}[{index}].frames[{number}]", frame) for number, frame in enumerate(item.frames)]
+    return [(f"{param}[{index}]", item)]
+
+
+def _common_size(headers: Sequence[ImageHeader], param: str) -> tuple[int, int]:
+    """The one upright size of an image, or of all frames of a video chunk. Raises InvalidRequest naming both."""
+    first = headers[0]
+    for number, header in enumerate(headers):
+        if header.size != first.size:
+            raise InvalidRequest(
+                f"a frame of {header.width} x {header.height} pixels, but the first one of its video chunk has "
+                f"{first.width} x {first.height}",
+                param=f"{param}.frames[{number}]",
+                numbers={"size": list(header.size), "first_size": list(first.size)},
+            )
+    return first.size
+
+
+async def _in_order(work: Mapping[str, Awaitable[Result]]) -> list[Result]:
+    """All results, side by side. Raises the error of the first bad one, naming it, when every one has ended."""
+    results = await asyncio.gather(*work.values(), return_exceptions=True)
     good: list[Result] = []
-    for index, result in enumerate(results):
+    for param, result in zip(work, results, strict=True):
         if isinstance(result, ServiceError):
-            raise result.with_param(f"{param}[{index}]")
+            raise result.with_param(param)
         if isinstance(result, BaseException):
             raise result
         good.append(result)
     return good
-
-
-async def _first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Until one of them is done; the others are cancelled."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

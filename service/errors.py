@@ -7,7 +7,7 @@
     ├── MethodNotAllowed 405, NotAcceptable 406, RequestTimeout 408, BodyTooLarge 413, UnsupportedImage 415,
     │   HeadersTooLarge 431
     ├── Unprocessable 422 ── UndecodableImage, ImageTooLarge, DecodeTimeout, TooManyPatches, TooManyImages,
-    │                        RequestTooLarge, ResponseTooLarge, UrlFetchFailed
+    │                        TooManyFrames, RequestTooLarge, ResponseTooLarge, UrlFetchFailed
     ├── Overloaded 429
     ├── InternalError 500 ── NonFiniteOutput, EncodeFailed
     ├── NotReady 503 ── WorkersLost
@@ -152,6 +152,12 @@ class TooManyImages(Unprocessable):
     """More images than one request may hold."""
 
     code = "too_many_images"
+
+
+class TooManyFrames(Unprocessable):
+    """More frames than a video chunk of this model may have."""
+
+    code = "too_many_frames"
 
 
 class RequestTooLarge(Unprocessable):

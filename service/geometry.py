@@ -4,13 +4,15 @@ Pure arithmetic: no pixels, no settings object, no state. The rules are those of
 (`navit`, also K2.5's) and of Kimi-VL's processor (`kimi_vl`), in the same float64 steps, because one ulp is one pixel.
 The engine calls `plan_image` for every image before it is decoded; `service.bounds` asks for the extremes.
 
-Sizes are (width, height) in pixels. Patches are 14 x 14 pixels, and merge 2 x 2 into tokens of 28 x 28.
+Sizes are (width, height) in pixels. Patches are 14 x 14 pixels, and merge 2 x 2 into tokens of 28 x 28. The frames of a
+video chunk have one size, and the rule of images with a limit of its own for each frame (K2.5: 4,096 patches); all of
+them count against the capacity.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from service.errors import ImageTooLarge, InvalidRequest, TooManyPatches
@@ -22,7 +24,7 @@ Override = Literal["none", "stricter", "any"]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The size a picture is encoded at, before and after zero padding on the right and at the bottom."""
+    """The size a picture, or frame, is encoded at, before and after zero padding on the right and at the bottom."""
 
     width: int
     height: int
@@ -57,12 +59,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """What will be done to one image, fixed before it is decoded. Every answer reports it."""
+    """What will be done to one image or video chunk, fixed before it is decoded. Every answer reports it."""
 
     original_size: tuple[int, int]  # upright, where orientation is applied
     fit: Fit
     tier: int  # the smallest capacity that holds this image alone
     downscaled: bool  # by the capacity; the model's own resize shows in encoded_size only
+    num_frames: int | None = None  # of a video chunk; None: an image
 
     @property
     def encoded_size(self) -> tuple[int, int]:
@@ -76,31 +79,47 @@ class ImagePlan:
 
     @property
     def grid(self) -> Grid:
-        """Patches as (1, rows, columns)."""
-        return self.fit.grid
+        """Patches as (frames, rows, columns)."""
+        return self.fit.grid._replace(t=self.num_frames or 1)
 
     @property
     def patches(self) -> int:
         """Rows of the pixel arena that the image takes."""
-        return self.fit.patches
+        return self.grid.num_patches
 
 
 def plan_image(
-    width: int, height: int, processor: ProcessorSpec, capacities: Sequence[int], policy: Policy
+    width: int,
+    height: int,
+    processor: ProcessorSpec,
+    capacities: Sequence[int],
+    policy: Policy,
+    *,
+    num_frames: int | None = None,
 ) -> ImagePlan:
-    """The plan for an upright picture of `width` x `height` under ascending `capacities`.
+    """The plan for an upright picture of `width` x `height`, or a video chunk of such frames, under ascending tiers.
 
     Raises TooManyPatches under policy `refuse`, naming the size that `downscale` would give; ImageTooLarge where the
     model itself refuses (Kimi-VL).
     """
-    own = fit(width, height, processor)
+    rule = processor if num_frames is None else frame_rule(processor, num_frames)
+    frames, top = num_frames or 1, capacities[-1]
+    own = fit(width, height, rule)
     chosen = own
-    if own.patches > capacities[-1]:
-        chosen = extent(width, height, processor, capacities[-1])
+    if frames * own.patches > top:
+        chosen = extent(width, height, rule, max(4, top // frames))
         if policy == "refuse":
-            raise _too_many_patches(own.patches, capacities[-1], chosen)
-    tier = check_image_patches(chosen.patches, capacities)
-    return ImagePlan((width, height), chosen, tier, downscaled=chosen != own)
+            raise _too_many_patches(frames * own.patches, top, chosen if frames * chosen.patches <= top else None)
+    tier = check_image_patches(frames * chosen.patches, capacities)
+    return ImagePlan((width, height), chosen, tier, downscaled=chosen != own, num_frames=num_frames)
+
+
+def frame_rule(processor: ProcessorSpec, num_frames: int) -> ProcessorSpec:
+    """The rule for one frame of a video chunk: the image's, with the patch limit of a frame."""
+    limit = processor.patch_limit if processor.frame_patch_limit is None else processor.frame_patch_limit
+    if processor.chunk_patch_limit is not None:
+        limit = min(limit, round(processor.chunk_patch_limit / num_frames))
+    return replace(processor, patch_limit=limit)
 
 
 def fit(width: int, height: int, processor: ProcessorSpec) -> Fit:

@@ -4,6 +4,7 @@ It knows processes and connections, not images: `service.engine` feeds batches t
 """
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -64,7 +65,7 @@ class WorkerGroups:
         return [launcher.pid for launcher in self._launchers.values() if launcher.pid is not None]
 
     async def start(self) -> None:
-        """Listen, and launch the groups that are ours. Raises SocketInUseError. Must run on the main thread's loop."""
+        """Listen, and launch the groups that are ours, on the main thread's loop. Raises ControlSocketError."""
         await self._control.start()
         parallel = self._settings.parallel
         for index in range(parallel.groups if parallel.workers == "managed" else 0):
@@ -81,7 +82,10 @@ class WorkerGroups:
         self._is_stopping = True
         for group in self.ready:
             group.stop()
-        await asyncio.gather(*(launcher.stop(0 if now else _STOP_TIMEOUT_S) for launcher in self._launchers.values()))
+        timeout_s = 0 if now else _STOP_TIMEOUT_S
+        with contextlib.suppress(TimeoutError):  # ranks of an external worker end by themselves, or not at all
+            await asyncio.wait_for(asyncio.gather(*(group.wait_for_ends() for group in self.ready)), timeout_s)
+        await asyncio.gather(*(launcher.stop(timeout_s) for launcher in self._launchers.values()))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -107,6 +111,7 @@ class WorkerGroups:
     def _note_ready(self, group: WorkerGroup) -> None:
         if group.index in self._launchers:
             self._launchers[group.index].note_ready()
+        log.info("group %d is ready: %d ranks on %s", group.index, group.world_size, group.readiness[0].device)
         self._on_ready(group)
 
     def _note_lost(self, group: WorkerGroup) -> None:

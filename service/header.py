@@ -35,7 +35,7 @@ from service.errors import ImageTooLarge, ServiceError, UndecodableImage, Unsupp
 
 Orientation = Literal["apply", "ignore"]
 
-ACCEPTED = "JPEG, PNG, GIF, WebP, BMP, TIFF and AVIF"
+ACCEPTED = "JPEG, PNG, GIF, WebP, BMP, TIFF or AVIF"
 
 # Pillow's set-up: one thread a picture (there is a decode process per core), nothing of a client's file in a log.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1

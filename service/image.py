@@ -43,13 +43,20 @@ _FLAT = {"black": 0, "white": 255, "gray": 128}
 
 
 def write_patches(
-    data: bytes, plan: ImagePlan, processor: ProcessorSpec, *, orientation: Orientation, gray16: Gray16, out: _Bytes
+    data: bytes,
+    plan: ImagePlan,
+    processor: ProcessorSpec,
+    *,
+    orientation: Orientation,
+    gray16: Gray16,
+    out: _Bytes,
+    frame: int = 0,
 ) -> None:
     """Decode `data` and write its patches, as `plan` has them, into `out`.
 
-    `out` is uint8 [patches, 3 * 14 * 14], C-contiguous, and is written in full. Rows are ordered by merged token,
-    row-major over blocks of 28 x 28 pixels, then by patch in the token: (0, 0), (0, 1), (1, 0), (1, 1). A row is
-    (channel, row, column) of its patch.
+    `out` is uint8 [patches, 3 * 14 * 14], C-contiguous; all rows of this frame are written, which for an image are all.
+    Rows are ordered by merged token, row-major over blocks of 28 x 28 pixels, then by frame, then by patch in the
+    token: (0, 0), (0, 1), (1, 0), (1, 1). A row is (channel, row, column) of its patch.
 
     Raises UndecodableImage or UnsupportedImage, after which `out` holds anything.
     """
@@ -61,9 +68,9 @@ def write_patches(
             image = _to_rgb(image, processor.background)
         if image.size != plan.encoded_size:  # resizing to the same size is the identity, also for hidden colours
             image = image.resize(plan.encoded_size, Image.Resampling.BICUBIC)
-    # [patches, 588] -> [token row, token column, 2, 2, channel, row, column]
-    tokens = out.reshape(plan.grid.h // 2, plan.grid.w // 2, 2, 2, CHANNELS, patch, patch)
-    for row, band in zip(tokens, _padded_bands(image, plan, processor), strict=True):
+    # [patches, 588] -> [token row, token column, frame, 2, 2, channel, row, column]
+    tokens = out.reshape(plan.grid.h // 2, plan.grid.w // 2, plan.grid.t, 2, 2, CHANNELS, patch, patch)
+    for row, band in zip(tokens[:, :, frame], _padded_bands(image, plan, processor), strict=True):
         # [2 * row, columns * 2 * column, channel] -> [2, row, token column, 2, column, channel]
         split = band.reshape(2, patch, plan.grid.w // 2, 2, patch, CHANNELS)
         row[...] = split.transpose(2, 0, 3, 5, 1, 4)

@@ -24,6 +24,7 @@ log = logging.getLogger("tpvision.launcher")
 
 _BACK_OFF_S = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
 _SHUTDOWN_GRACE_S = 5
+_ROOT = Path(__file__).parents[1]  # where `tp` can be imported from, installed or not
 
 
 class StartRefusedError(RuntimeError):
@@ -94,9 +95,9 @@ class GroupLauncher:
         self._num_excused += num_losses
 
     async def stop(self, timeout_s: float) -> None:
-        """Wait for torchrun to end by itself (its ranks were told to stop); after `timeout_s`, end it."""
+        """Wait for torchrun to end by itself, if its ranks are ready and so can be told to; then, or late, end it."""
         self._stopping.set()
-        if self._process is not None:
+        if self._process is not None and (self._is_ready.is_set() or self._start_timeout_s is None):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), timeout_s)
         await self.kill()
@@ -121,6 +122,8 @@ class GroupLauncher:
         self._process = await asyncio.create_subprocess_exec(
             *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
+        if self._stopping.is_set():
+            await self.kill()
         guard = asyncio.create_task(self._kill_unless_ready())
         try:
             return await self._process.wait()
@@ -166,6 +169,8 @@ class GroupLauncher:
         environ["OMP_NUM_THREADS"] = str(
             self._settings.rank_threads(len(os.sched_getaffinity(0)))
         )  # torchrun would set 1 and warn
+        environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder must not stand in for a module
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
         environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
         environ["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
         if self._settings.parallel.device != "cpu":

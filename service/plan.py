@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from service.bounds import largest_patch_count, largest_picture
+from service.bounds import largest_chunk, largest_patch_count, largest_picture
 from tp.memory import MemoryRow, arena_rows, scratch_rows, total_bytes, weight_rows
 from tp.settings import Settings
 from tp.slab import SlabLayout
@@ -92,6 +92,8 @@ class CapacityPlan:
     allow_override: str
     largest_patch_count: int  # that the image rule gives for any picture
     largest_patch_count_size: PictureSize  # the narrowest upright picture that has it
+    max_frames: int  # of a video chunk; 1: the tower takes none
+    largest_chunk_patches: int | None  # of all its frames together
     tiers: tuple[TierPlan, ...]
     slab_patches: int
     slab_bytes: int  # both arenas and the padding between them
@@ -142,6 +144,9 @@ class CapacityPlan:
                 "patches": self.largest_patch_count,
                 "size": list(self.largest_patch_count_size),
             },
+            "video_chunk": {"max_frames": self.max_frames, "largest_patches": self.largest_chunk_patches}
+            if self.largest_chunk_patches
+            else None,
             "tiers": [_tier_dict(tier, step) for tier, step in zip(self.tiers, self.steps, strict=True)],
             "per_rank": {
                 "weights_bytes": self.weights_bytes,
@@ -178,6 +183,8 @@ def plan_capacity(spec: EncoderSpec, settings: Settings, *, threads: int | None 
         allow_override=capacity.allow_override,
         largest_patch_count=largest,
         largest_patch_count_size=(size[0], size[1]),
+        max_frames=spec.pos_emb_time,
+        largest_chunk_patches=largest_chunk(spec),
         tiers=tuple(
             _tier(spec, patches, largest=largest, scratch=scratch, slab=_slab_of(spec, settings, patches))
             for patches in capacity.patch_capacities
@@ -321,7 +328,7 @@ def _memory_table(plan: CapacityPlan) -> Table:
     table.add_column("bytes", justify="right")
     parts = (
         ("weights, each rank", plan.weights, plan.weights_bytes),
-        ("scratch at the top tier, each rank", plan.scratch, plan.scratch_bytes),
+        ("scratch of the CPU forward at the top tier, each rank", plan.scratch, plan.scratch_bytes),
         (f"slab of {_count(plan.slab_patches)} patches, once a machine", plan.slab, plan.slab_bytes),
     )
     for name, rows, total in parts:
@@ -377,6 +384,11 @@ def sentences(plan: CapacityPlan) -> list[str]:
         for tier in plan.tiers
         if tier.larger_than_any_image
     ]
+    if plan.largest_chunk_patches is not None:
+        lines.append(
+            f"Video chunks have up to {plan.max_frames} frames, which count together: at most "
+            f"{_count(plan.largest_chunk_patches)} patches by the model's rule."
+        )
     if plan.dropping_top is not None:
         step = plan.dropping_top
         lines.append(

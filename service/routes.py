@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from service import schemas
 from service.admission import HeldBytes
-from service.body import Body, ImageBytes, receive_body, receive_multipart
+from service.body import Body, Item, receive_body, receive_multipart
 from service.decoders import UnpackedBody
 from service.engine import Encoded, EncodeOptions, Engine
 from service.errors import InvalidRequest, ModelNotFound, Unauthorized
@@ -75,9 +75,9 @@ class PartsResponse(Response):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """The images of one request, and what an embeddings body asks for beside them."""
+    """The images and video chunks of one request, and what an embeddings body asks for beside them."""
 
-    images: Sequence[ImageBytes]
+    images: Sequence[Item]
     unpacked: UnpackedBody | None
 
 
@@ -101,10 +101,11 @@ router = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
 
 @router.post("/encode", responses=error_responses(), openapi_extra=ENCODE_OPENAPI, response_class=Response)
 async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Response:
-    """Merged vision tokens of one or several images.
+    """Merged vision tokens of one or several images, or video chunks.
 
-    The body is one raw image (any content type but the other two), a multipart form of files, or JSON. `Accept` picks
-    the form of the answer: safetensors (default), octet-stream, npy (one image) or JSON.
+    The body is one raw image (any content type but the other two), a multipart form of files, or JSON, which may hold
+    chunks of video frames too. `Accept` picks the form of the answer: safetensors (default), octet-stream, npy (one
+    image) or JSON.
     """
     engine = engine_of(request)
     form = schemas.choose_form(request.headers.get("accept"))
@@ -225,22 +226,22 @@ async def _fetch(
     held: HeldBytes,
     stack: contextlib.ExitStack,
     route: Literal["encode", "embeddings"],
-) -> Sequence[ImageBytes]:
-    """The images of a JSON body; those that it gives as URLs are fetched into a body of the stack's."""
+) -> Sequence[Item]:
+    """The items of a JSON body; images that it gives as URLs are fetched into a body of the stack's."""
     if not unpacked.urls:
-        return unpacked.images
+        return unpacked.items(unpacked.images)
     fetcher: Fetcher = request.app.state.fetcher
     images = dict(enumerate(unpacked.images))
     key = "images" if route == "encode" else "input"
     work = fetcher.fetch(
-        {f"{key}[{index}]": url for index, url in unpacked.urls.items()},
+        {key + unpacked.names[index]: url for index, url in unpacked.urls.items()},
         stack.enter_context(Body()),
         max_bytes=engine_of(request).settings.limits.max_body_bytes,
         inline_bytes=sum(image.length for index, image in images.items() if index not in unpacked.urls),
         on_bytes=held.add,
     )
     images |= zip(unpacked.urls, await _unless_gone(request, work), strict=True)
-    return list(images.values())
+    return unpacked.items(list(images.values()))
 
 
 async def _respond(request: Request, encoded: Encoded, make: Callable[[], schemas.Answer]) -> Response:
@@ -279,7 +280,7 @@ def _size_check(
     return lambda plans: schemas.check_size(
         form,
         plans,
-        hidden=engine.spec.text_hidden_size,
+        spec=engine.spec,
         itemsize=ITEMSIZE[dtype],
         pooled=pooled,
         encoding=encoding,
@@ -298,7 +299,7 @@ def _check_model(engine: Engine, name: str | None) -> None:
 
 
 def _context(request: Request, engine: Engine) -> schemas.AnswerContext:
-    return schemas.AnswerContext(request.state.request_id, engine.model_name)
+    return schemas.AnswerContext(request.state.request_id, engine.model_name, engine.spec)
 
 
 __all__ = ["ClientDisconnect", "GoneError", "router"]

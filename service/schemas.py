@@ -20,8 +20,9 @@ from pydantic import BaseModel, Field
 
 from service.errors import InvalidRequest, NotAcceptable, ResponseTooLarge, TooManyImagesForForm
 from service.geometry import ImagePlan
+from service.prompts import prompt_text
 from service.tokens import Embeddings
-from tp.spec import ITEMSIZE, Dtype
+from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 
 Form = Literal["application/vnd.safetensors", "application/octet-stream", "application/x-npy", "application/json"]
 EncodingFormat = Literal["float", "base64"]
@@ -42,18 +43,22 @@ Buffer = bytes | memoryview
 
 
 class ImageGeometry(BaseModel):
-    """What became of one image, in every answer. Sizes are [width, height] in pixels."""
+    """What became of one image or video chunk, in every answer. Sizes are [width, height] in pixels."""
 
     grid_thw: list[int] = Field(description="Patches: frames, rows, columns.")
     num_tokens: int = Field(description="Merged tokens: what an LLM's prompt needs, h/2 * w/2.")
     start: int = Field(description="First row of this image in the embeddings of the whole request.")
     end: int = Field(description="The row after its last.")
-    original_size: list[int] = Field(description="As decoded, upright where orientation is applied.")
+    original_size: list[int] = Field(description="As decoded, upright where orientation is applied; of one frame.")
     encoded_size: list[int] = Field(description="After the resize.")
     padded_size: list[int] = Field(description="After padding to multiples of 28.")
     downscaled: bool = Field(description="Whether the capacity, not the model's own rule, made it smaller.")
     patches: int = Field(description="Patches, t * h * w.")
     tier: int = Field(description="Smallest capacity tier that holds this image alone.")
+    prompt: str | None = Field(
+        description="What stands for it in the language model's prompt, where known; its one <|media_pad|> is repeated "
+        "num_tokens times. The start time of a video chunk goes before it."
+    )
 
 
 class Usage(BaseModel):
@@ -101,6 +106,7 @@ class EmbeddingsAnswer(BaseModel):
     data: list[OpenAIEmbedding]
     model: str
     usage: Usage
+    images: list[ImageGeometry] = Field(description="Ours, beside OpenAI's fields: what became of each image.")
 
 
 class ErrorDetail(BaseModel):
@@ -124,6 +130,7 @@ class AnswerContext:
 
     request_id: str
     model: str
+    spec: EncoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,7 @@ def check_size(
     form: Form,
     plans: Sequence[ImagePlan],
     *,
-    hidden: int,
+    spec: EncoderSpec,
     itemsize: int,
     pooled: bool,
     encoding: EncodingFormat,
@@ -181,7 +188,7 @@ def check_size(
     """
     rows = [1 if pooled else plan.grid.num_tokens for plan in plans]
     if form == "application/json":
-        values = sum(rows) * hidden
+        values = sum(rows) * spec.text_hidden_size
         expected = values * JSON_FLOAT_BYTES if encoding == "float" else values * itemsize * 4 // 3
         if expected > limit:
             raise ResponseTooLarge(
@@ -192,7 +199,7 @@ def check_size(
         raise TooManyImagesForForm("npy holds one image; send one a request, or ask for another form")
     if form in ("application/octet-stream", "application/x-npy"):
         bounds = [sum(rows[:index]) for index in range(len(rows) + 1)]
-        length = len(_compact(geometry(plans, bounds)))
+        length = len(_compact(geometry(plans, bounds, spec)))
         if form == "application/octet-stream":
             length += len(plans) * 160 + 300  # the metadata header, generously
         if length > MAX_HEADER_BYTES:
@@ -203,7 +210,7 @@ def check_size(
             )
 
 
-def geometry(plans: Sequence[ImagePlan], bounds: Sequence[int]) -> list[dict[str, Any]]:
+def geometry(plans: Sequence[ImagePlan], bounds: Sequence[int], spec: EncoderSpec) -> list[dict[str, Any]]:
     """The `images` list; image i owns rows `bounds[i]` to `bounds[i + 1]`."""
     return [
         ImageGeometry(
@@ -217,6 +224,7 @@ def geometry(plans: Sequence[ImagePlan], bounds: Sequence[int]) -> list[dict[str
             downscaled=plan.downscaled,
             patches=plan.patches,
             tier=plan.tier,
+            prompt=prompt_text(spec, plan),
         ).model_dump()
         for index, plan in enumerate(plans)
     ]
@@ -226,7 +234,7 @@ def encode_embeddings(
     form: Form, embeddings: Embeddings, plans: Sequence[ImagePlan], context: AnswerContext, encoding: EncodingFormat
 ) -> Answer:
     """The answer of /v1/encode. Runs in a thread: JSON of a large result takes a while."""
-    images = geometry(plans, embeddings.bounds)
+    images = geometry(plans, embeddings.bounds, context.spec)
     match form:
         case "application/vnd.safetensors":
             return Answer(_safetensors(embeddings, plans, images, context), form, {})
@@ -249,7 +257,8 @@ def openai_embeddings(
         {"object": "embedding", "index": index, **_embedding(embeddings, index, encoding)}
         for index in range(len(plans))
     ]
-    body = {"object": "list", "data": data, "model": context.model, "usage": _usage(plans)}
+    images = geometry(plans, embeddings.bounds, context.spec)
+    body = {"object": "list", "data": data, "model": context.model, "usage": _usage(plans), "images": images}
     return Answer([orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)], "application/json", {})
 
 

@@ -22,6 +22,7 @@ from service.engine import Engine
 from service.keys import KeyRing
 from service.progress import LoadProgress
 from service.protocol import BoundedProtocol, ConnectionTable
+from service.waiting import first_of
 from tp.process import reap_orphans
 from tp.settings import Settings
 from tp.spec import EncoderSpec
@@ -59,7 +60,7 @@ async def serve(
 ) -> int:
     """Run the service until a signal, `stop`, or a failure; the exit status. `on_ready(url)` is awaited once.
 
-    Raises ServeError, SlabError, SocketInUseError or KeysError when it cannot start.
+    Raises ServeError, SlabError, ControlSocketError or KeysError when it cannot start.
     """
     stop = stop or asyncio.Event()
     stop_now = asyncio.Event()
@@ -80,10 +81,10 @@ async def serve(
     for task in beside:
         task.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
     try:
-        await _first_event(stop.wait(), asyncio.shield(engine.failure), *map(asyncio.shield, serving))
+        await first_of(stop.wait(), asyncio.shield(engine.failure), *map(asyncio.shield, serving))
         if stop.is_set():
             log.info("draining: nothing new is taken, accepted requests finish")
-            await _first_event(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
+            await first_of(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
     finally:
         await _end(engine, servers, serving, now=stop_now.is_set())
         for task in beside:
@@ -206,12 +207,3 @@ def _allow_files(num_files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < num_files:
         log.warning("limits.max_connections may need %d open files, but only %d are allowed", num_files, allowed)
-
-
-async def _first_event(*work: Awaitable[object]) -> None:
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -27,8 +27,8 @@ class GroupLost(Exception):
     """A rank of the group hung up, failed or broke the protocol. The text is the first reason seen."""
 
 
-class SocketInUseError(RuntimeError):
-    """Another front-end listens on the control socket's path."""
+class ControlSocketError(RuntimeError):
+    """The control socket cannot be made: another front-end listens on its path, or the path cannot be used."""
 
 
 class RankConnection:
@@ -151,7 +151,7 @@ class ControlServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen. A stale path is replaced; raises SocketInUseError if somebody answers on it."""
+        """Listen. A stale path is replaced; raises ControlSocketError if somebody answers on it."""
         self._listener = _listen(self.path)
         self._spawn(self._accept(self._listener))
 
@@ -289,16 +289,19 @@ def _listen(path: Path) -> socket.socket:
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         try:
             probe.connect(str(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except ConnectionRefusedError:
             path.unlink()  # left behind by a front-end that was killed
         else:
-            raise SocketInUseError(f"another front-end is listening on {path}")
+            raise ControlSocketError(f"another front-end is listening on {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     old_umask = os.umask(0o177)  # only this user may connect
     try:
         listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ControlSocketError(f"cannot listen on the control socket {path}: {error.strerror}") from error
     finally:
         os.umask(old_umask)
     listener.listen(_BACKLOG)

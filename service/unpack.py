@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from service.errors import InvalidRequest, TooManyImages
+from service.errors import InvalidRequest, TooManyFrames, TooManyImages
 
 # JSON values a body may hold, counted by its separators. The parser makes an object of each, 50 to 250 bytes, so that
 # 64 MiB of `[],[],…` would become gigabytes. An honest request has a handful for each image.
@@ -39,6 +39,7 @@ EncodingFormat = Literal["float", "base64"]
 Pooling = Literal["mean", "none"]
 Route = Literal["encode", "embeddings"]
 Source = bytes | str  # an image file, or the http(s) URL where it lies
+Frames = tuple[Source, ...]  # of a video chunk
 
 
 class _Strict(BaseModel):
@@ -75,8 +76,16 @@ def _item_tag(value: Any) -> str | None:
     return {"image": "<DataItem>", "image_url": "<UrlItem>"}.get(str(value["type"]))
 
 
+def _media_tag(value: Any) -> str | None:
+    return "<VideoItem>" if _is_video_chunk(value) else _item_tag(value)
+
+
+def _is_video_chunk(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "video_chunk"
+
+
 # A tag becomes a part of pydantic's error locations; the brackets let `_param` leave it out.
-_TAGS = ("<str>", "<ImageUrl>", "<DataItem>", "<UrlItem>", "<ImageItem>")
+_TAGS = ("<str>", "<ImageUrl>", "<DataItem>", "<UrlItem>", "<ImageItem>", "<VideoItem>")
 Url = Annotated[
     Annotated[ImageText, Tag("<str>")] | Annotated[ImageUrl, Tag("<ImageUrl>")],
     Discriminator(_url_tag),
@@ -135,10 +144,34 @@ Item = Annotated[
 ]
 
 
+class VideoItem(_Strict):
+    """Frames that are encoded together, as one item with one run of tokens; only some models take them."""
+
+    type: Literal["video_chunk"]
+    frames: list[Item] = Field(
+        min_length=1, description="Images of one size, in order; at most as many as the model takes."
+    )
+
+
+MediaItem = Annotated[
+    Annotated[ImageText, Tag("<str>")]
+    | Annotated[DataItem, Tag("<DataItem>")]
+    | Annotated[UrlItem, Tag("<UrlItem>")]
+    | Annotated[ImageItem, Tag("<ImageItem>")]
+    | Annotated[VideoItem, Tag("<VideoItem>")],
+    Discriminator(_media_tag),
+]
+
+
+ImageLike = str | DataItem | UrlItem | ImageItem
+
+
 class EncodeBody(_Strict):
     """JSON body of POST /v1/encode. Options are in the query."""
 
-    images: list[Item] = Field(min_length=1, description="Images, answered in this order, all or none.")
+    images: list[MediaItem] = Field(
+        min_length=1, description="Images and video chunks, answered in this order, all or none."
+    )
 
 
 def _as_list(value: Any) -> Any:
@@ -170,13 +203,23 @@ class EmbeddingsOptions:
     pooling: Pooling
 
 
-def unpack_encode(body: bytes, *, max_images: int, allow_urls: bool = False) -> list[Source]:
-    """The images of a /v1/encode body, in order.
+def unpack_encode(
+    body: bytes, *, max_images: int, max_frames: int = 1, allow_urls: bool = False
+) -> list[Source | Frames]:
+    """The images and video chunks of a /v1/encode body, in order. `max_frames` 1: the model takes no chunks.
 
-    Raises InvalidRequest, or TooManyImages before any of them is decoded; `param` names the image or field.
+    Raises InvalidRequest, or TooManyImages or TooManyFrames before any is decoded; `param` names the image or field.
     """
     request = _validate(EncodeBody, body, key="images", max_images=max_images)
-    return _decode_items(request.images, key="images", allow_urls=allow_urls)
+    for index, item in enumerate(request.images):
+        if isinstance(item, VideoItem):
+            _check_frames(len(item.frames), max_frames, param=f"images[{index}]")
+    return [
+        tuple(_decode_items(item.frames, key=f"images[{index}].frames", allow_urls=allow_urls))
+        if isinstance(item, VideoItem)
+        else _decode_item(item, param=f"images[{index}]", allow_urls=allow_urls)
+        for index, item in enumerate(request.images)
+    ]
 
 
 def unpack_embeddings(
@@ -219,14 +262,26 @@ def _data_uri_payload(uri: str) -> str:
     return payload
 
 
-def _decode_items(items: Iterable[str | DataItem | UrlItem | ImageItem], *, key: str, allow_urls: bool) -> list[Source]:
-    sources = []
-    for index, item in enumerate(items):
-        try:
-            sources.append(_read_source(item if isinstance(item, str) else item.text, allow_urls=allow_urls))
-        except InvalidRequest as error:
-            raise error.with_param(f"{key}[{index}]") from None
-    return sources
+def _check_frames(num_frames: int, limit: int, *, param: str) -> None:
+    if limit == 1:
+        raise InvalidRequest("this model takes images only, no video chunks", param=param)
+    if num_frames > limit:
+        raise TooManyFrames(
+            f"{num_frames} frames in one video chunk; the model takes at most {limit}",
+            param=param,
+            numbers={"num_frames": num_frames, "limit": limit},
+        )
+
+
+def _decode_items(items: Iterable[ImageLike], *, key: str, allow_urls: bool) -> list[Source]:
+    return [_decode_item(item, param=f"{key}[{index}]", allow_urls=allow_urls) for index, item in enumerate(items)]
+
+
+def _decode_item(item: ImageLike, *, param: str, allow_urls: bool) -> Source:
+    try:
+        return _read_source(item if isinstance(item, str) else item.text, allow_urls=allow_urls)
+    except InvalidRequest as error:
+        raise error.with_param(param) from None
 
 
 def _read_source(text: str, *, allow_urls: bool) -> Source:
@@ -243,17 +298,25 @@ def _read_source(text: str, *, allow_urls: bool) -> Source:
 
 def _validate(model: type[_Body], body: bytes, *, key: str, max_images: int) -> _Body:
     tree = _parse(body)
-    images = tree.get(key)
-    if isinstance(images, list) and len(images) > max_images:
+    num_images = _count_images(tree.get(key))
+    if num_images > max_images:
         raise TooManyImages(
-            f"{len(images)} images in one request; the limit is {max_images}",
+            f"{num_images} images in one request; the limit is {max_images}",
             param=key,
-            numbers={"num_images": len(images), "limit": max_images},
+            numbers={"num_images": num_images, "limit": max_images},
         )
     try:
         return model.model_validate(tree)
     except ValidationError as error:
         raise _explain(error) from None
+
+
+def _count_images(value: Any) -> int:
+    """Of a tree that may be anything: items, with each frame of a video chunk counting as one."""
+    if not isinstance(value, list):
+        return 0
+    chunks = [item.get("frames") for item in value if _is_video_chunk(item)]
+    return len(value) + sum(len(frames) - 1 for frames in chunks if isinstance(frames, list) and frames)
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -283,7 +346,7 @@ _MESSAGES: dict[str, str] = {
 
 def _message(kind: str, message: str, value: Any) -> str:
     if kind == "union_tag_not_found" and isinstance(value, dict) and value.get("type") == "video_chunk":
-        return "this service takes images only: video chunks are not supported yet"
+        return "video chunks are taken by POST /v1/encode, as items of its images"
     return _MESSAGES.get(kind, message.removeprefix("Value error, "))
 
 

@@ -69,7 +69,7 @@ def test_a_checkpoint_without_a_tensor_stops_the_service_with_its_name(tmp_path:
     shard = tmp_path / index["weight_map"][missing]
     shard.write_bytes(shard.read_bytes().replace(missing.encode(), missing.encode().replace(b"final", b"fynal")))
     ended = tpvision("serve", "--model", str(tmp_path), "--port", "0", "--device", "cpu")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert missing in ended.stderr.splitlines()[-1]
 
 

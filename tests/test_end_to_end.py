@@ -154,6 +154,7 @@ def test_geometry_is_the_same_list_in_every_form(tiny_k3: RunningService, accept
             "downscaled": False,
             "patches": 24,
             "tier": 1024,
+            "prompt": "<|media_begin|>image 64x48<|media_content|><|media_pad|><|media_end|>",
         }
     ]
 
@@ -195,6 +196,8 @@ def test_openai_embeddings_floats_and_base64_agree(tiny_k3: RunningService) -> N
     packed = embed(tiny_k3, input=[data_uri(name) for name in names], encoding_format="base64").json()
     assert [item["index"] for item in floats["data"]] == [0, 1]
     assert floats["usage"] == {"prompt_tokens": 6 + 6, "total_tokens": 12}
+    assert [image["downscaled"] for image in floats["images"]] == [False, False]
+    assert [image["original_size"] for image in floats["images"]] == [[64, 48], [70, 45]]
     for index, name in enumerate(names):
         vector = np.frombuffer(base64.b64decode(packed["data"][index]["embedding"]), "<f4")
         assert np.array_equal(vector, np.float32(floats["data"][index]["embedding"]))

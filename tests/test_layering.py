@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACT = {"tp.spec", "tp.wire", "tp.slab", "tp.settings", "tp.memory", "tp.process"}
+CONTRACT = {"tp.spec", "tp.wire", "tp.slab", "tp.settings", "tp.memory", "tp.process", "tp.checkpoint"}
 WORKER_ONLY = {"torch", "safetensors.torch"}
 
 
@@ -100,6 +100,14 @@ def test_importing_the_app_loads_no_torch() -> None:
     )
     assert run.stderr == ""
     assert run.stdout.strip() == "[]"
+
+
+def test_the_command_starts_without_the_hub_library() -> None:
+    code = "import service.cli, sys; print([name for name in sys.modules if name.split('.')[0] == 'huggingface_hub'])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.stdout.strip(), run.stderr) == ("[]", "")
 
 
 @pytest.mark.parametrize("package", ["service", "tp"])

@@ -54,6 +54,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
     return q
 
 
+def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Which kernel `attend` uses for such tensors, in words for a person."""
+    probe = torch.empty(1, 1, head_dim, dtype=dtype, device=device)
+    if _has_varlen(probe):
+        return "flash attention, packed images in one call"
+    if device.type == "cpu":
+        return "flash attention on CPU, one image at a time"
+    heads = probe.transpose(0, 1)[None]
+    params = torch.backends.cuda.SDPAParams(heads, heads, heads, None, 0.0, False, False)
+    is_flash = torch.backends.cuda.can_use_flash_attention(params)
+    return f"{'flash' if is_flash else 'memory-efficient'} attention, one image at a time"
+
+
 def _one_image(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, n, d] each, views
     try:

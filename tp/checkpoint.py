@@ -11,17 +11,25 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tp.spec import CHANNELS, EncoderSpec
+from tp.spec import CHANNELS, Dtype, EncoderSpec
 
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 TOWER_PREFIX = "vision_tower."
+# Two spellings of the projector are published, of the same tensors: prefix -> its two linears. In the first they are
+# members 0 and 2 of a sequence whose 1 is the GELU. A folder may use either, but not both.
+PROJECTOR_LINEARS = {"mm_projector": ("proj.0", "proj.2"), "multi_modal_projector": ("linear_1", "linear_2")}
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 FINGERPRINT_BYTES = 4096  # from each end of a tensor
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 MLP_UNIT = 8  # MLP columns are split in runs of 8, which matrix units like
 _NAMED_AT_MOST = 8  # tensors named in one message
+_PREFIXES = (TOWER_PREFIX, *(f"{prefix}." for prefix in PROJECTOR_LINEARS))
+_FOREIGN_TOWERS = ("vision_tower.", "vision_model.", "visual.")  # what towers are called below other prefixes
+_LFS_POINTER = b"version https://git-lfs"
 
 Shape = tuple[int, ...]
 
@@ -34,12 +42,18 @@ class CheckpointError(ValueError):
 class TensorEntry:
     """One tensor on disk. `start` and `stop` are byte offsets in the file."""
 
-    name: str
+    name: str  # in the spelling that the spec expects
+    stored_as: str  # in the file's own
     file: Path
     dtype: str  # safetensors' name: F32, BF16, F16, ...
     shape: Shape
     start: int
     stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.stop - self.start
 
 
 def shard_range(total: int, *, unit: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -54,16 +68,54 @@ def shard_range(total: int, *, unit: int, rank: int, world_size: int) -> tuple[i
 def read_vision_tensors(model_dir: Path, spec: EncoderSpec) -> dict[str, TensorEntry]:
     """Every tower and projector tensor in the folder, by name.
 
-    Raises CheckpointError naming the file if there is no checkpoint, or a file is missing, truncated or malformed.
+    Raises CheckpointError naming the file if there is no checkpoint, it holds no vision tensor, or a file is missing,
+    truncated or malformed.
     """
-    prefixes = (TOWER_PREFIX, f"{spec.projector_prefix}.")
     table: dict[str, TensorEntry] = {}
-    for file in _vision_files(model_dir, prefixes):
-        for entry in _read_header(file, prefixes):
+    others: list[str] = []
+    for file in vision_files(model_dir):
+        entries, skipped = _read_header(file, spec)
+        others += skipped
+        for entry in entries:
             if entry.name in table:
-                raise CheckpointError(f"{entry.name} is both in {table[entry.name].file.name} and in {file.name}")
+                raise CheckpointError(_twice(table[entry.name], entry))
             table[entry.name] = entry
+    if not table:
+        raise CheckpointError(_no_vision(model_dir, others))
     return table
+
+
+def vision_files(model_dir: Path) -> list[Path]:
+    """Files to open: those that the index names for a vision tensor; without an index, all there are.
+
+    They need not exist. Raises CheckpointError if there is no checkpoint, or its index names no vision tensor.
+    """
+    index = model_dir / INDEX_NAME
+    if index.is_file():
+        weight_map = _weight_map(index)
+        names = sorted({file for name, file in weight_map.items() if name.startswith(_PREFIXES)})
+        if not names:
+            raise CheckpointError(_no_vision(index, list(weight_map)))
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not a file of its folder")
+        return [model_dir / name for name in names]
+    single = model_dir / SINGLE_NAME
+    files = [single] if single.is_file() else sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{model_dir} holds neither {INDEX_NAME} nor a .safetensors file")
+    return files
+
+
+def check_index(model_dir: Path, spec: EncoderSpec) -> None:
+    """Raise CheckpointError naming each tensor that the index, if there is one, lacks or has left over.
+
+    It tells before a shard is downloaded what `check_tensors` would tell afterwards.
+    """
+    index = model_dir / INDEX_NAME
+    if index.is_file() and vision_files(model_dir):
+        names = [_expected_name(name, spec) for name in _weight_map(index) if name.startswith(_PREFIXES)]
+        _raise(f"{index.name}: ", _name_faults(expected_tensors(spec), dict.fromkeys(names)))
 
 
 def expected_tensors(spec: EncoderSpec) -> dict[str, Shape]:
@@ -89,23 +141,29 @@ def expected_tensors(spec: EncoderSpec) -> dict[str, Shape]:
 
 
 def projector_linears(spec: EncoderSpec) -> tuple[str, str]:
-    """The checkpoint's names of the projector's two linears: a sequence (0 and 2, 1 is the GELU), or Kimi-VL's own."""
-    return ("linear_1", "linear_2") if spec.projector_prefix == "multi_modal_projector" else ("proj.0", "proj.2")
+    """The checkpoint's names of the projector's two linears."""
+    return PROJECTOR_LINEARS[spec.projector_prefix]
 
 
 def check_tensors(spec: EncoderSpec, table: Mapping[str, TensorEntry]) -> None:
     """Raise CheckpointError naming each missing, misshapen or left-over tensor, or a mix of dtypes."""
     expected = expected_tensors(spec)
-    faults = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in table]
+    faults = _name_faults(expected, {name: entry.shape for name, entry in table.items()})
     for name, entry in table.items():
-        if name not in expected:
-            faults.append(f"{name} {list(entry.shape)} is left over, this encoder has no such tensor")
-        elif entry.shape != expected[name]:
+        if name in expected and entry.shape != expected[name]:
             faults.append(f"{name} is {list(entry.shape)}, expected {list(expected[name])}")
-    faults += _dtype_faults(table.values())
-    if faults:
-        more = len(faults) - _NAMED_AT_MOST
-        raise CheckpointError("; ".join(faults[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else ""))
+    _raise("", faults + _dtype_faults(table.values()))
+
+
+def check_dtype(spec: EncoderSpec, table: Mapping[str, TensorEntry], wanted: Dtype | Literal["auto"]) -> Dtype:
+    """The dtype of the checked table's tensors. Raises CheckpointError where `auto` would cast them unasked."""
+    stored = DTYPES[next(iter(table.values())).dtype]
+    if wanted == "auto" and stored != spec.dtype:
+        raise CheckpointError(
+            f"the vision tensors are {stored}, but config.json says {spec.dtype}: say which to compute in with "
+            "model.dtype (--dtype)"
+        )
+    return stored
 
 
 def fingerprint(table: Mapping[str, TensorEntry]) -> str:
@@ -129,6 +187,51 @@ def _norm(name: str, width: int, spec: EncoderSpec) -> dict[str, Shape]:
     return _linear(name, (width,), spec.norm == "layernorm")
 
 
+def _expected_name(stored: str, spec: EncoderSpec) -> str:
+    """A tensor's name in the spelling of the projector that the spec expects."""
+    prefix, _, rest = stored.partition(".")
+    if prefix == spec.projector_prefix or prefix not in PROJECTOR_LINEARS:
+        return stored
+    for theirs, ours in zip(PROJECTOR_LINEARS[prefix], projector_linears(spec), strict=True):
+        if rest.startswith(f"{theirs}."):
+            rest = ours + rest.removeprefix(theirs)
+            break
+    return f"{spec.projector_prefix}.{rest}"
+
+
+def _twice(first: TensorEntry, second: TensorEntry) -> str:
+    if first.file == second.file:
+        return f"{first.stored_as} and {second.stored_as} in {first.file.name} are two spellings of one tensor"
+    return f"{first.name} is both in {first.file.name} and in {second.file.name}"
+
+
+def _no_vision(where: Path, names: Iterable[str]) -> str:
+    message = f"{where} holds no tensor called {' or '.join(f'{prefix}*' for prefix in _PREFIXES)}"
+    foreign = next((name for name in names if any(tower in name for tower in _FOREIGN_TOWERS)), None)
+    if foreign is None:
+        return message + ": no tower of a published Kimi checkpoint"
+    return (
+        f"{message}, but {foreign}: not a published layout (in transformers' own, say, rows of q and k are in another "
+        "order); use the published checkpoint"
+    )
+
+
+def _name_faults(expected: Mapping[str, Shape], found: Mapping[str, Shape | None]) -> list[str]:
+    """What is missing, and what is left over; `found` holds shapes where they are known."""
+    faults = [f"{name} is missing, expected {list(shape)}" for name, shape in expected.items() if name not in found]
+    for name, shape in found.items():
+        if name not in expected:
+            size = "" if shape is None else f" {list(shape)}"
+            faults.append(f"{name}{size} is left over, this encoder has no such tensor")
+    return faults
+
+
+def _raise(prefix: str, faults: list[str]) -> None:
+    if faults:
+        more = len(faults) - _NAMED_AT_MOST
+        raise CheckpointError(prefix + "; ".join(faults[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else ""))
+
+
 def _dtype_faults(entries: Iterable[TensorEntry]) -> list[str]:
     first: dict[str, str] = {}
     for entry in entries:
@@ -142,22 +245,6 @@ def _dtype_faults(entries: Iterable[TensorEntry]) -> list[str]:
     return unknown or ([mixed] if len(first) > 1 else [])
 
 
-def _vision_files(model_dir: Path, prefixes: tuple[str, ...]) -> list[Path]:
-    """Files to open: those that the index names for a vision tensor; without an index, all there are."""
-    index = model_dir / INDEX_NAME
-    if index.is_file():
-        names = sorted({file for name, file in _weight_map(index).items() if name.startswith(prefixes)})
-        for name in names:
-            if Path(name).name != name:
-                raise CheckpointError(f"{index} names {name!r}, which is not a file of its folder")
-        return [model_dir / name for name in names]
-    single = model_dir / "model.safetensors"
-    files = [single] if single.is_file() else sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{model_dir} holds neither {INDEX_NAME} nor a .safetensors file")
-    return files
-
-
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
@@ -166,12 +253,19 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} has no readable weight_map: {error!r}") from error
 
 
-def _read_header(path: Path, prefixes: tuple[str, ...]) -> list[TensorEntry]:
-    """The vision tensors of one file. Format: 8 bytes little-endian header length, JSON header, data."""
+def _read_header(path: Path, spec: EncoderSpec) -> tuple[list[TensorEntry], list[str]]:
+    """The vision tensors of one file, and the names of its others.
+
+    Format: 8 bytes little-endian header length, JSON header, data.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(len(_LFS_POINTER))
+            if start == _LFS_POINTER:
+                raise CheckpointError(f"{path} is a git-lfs pointer of {size} bytes, not the file: run `git lfs pull`")
+            length = int.from_bytes(start[:8], "little")
+            file.seek(8)
             if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file: {size} bytes, with a header of {length} announced"
@@ -187,19 +281,25 @@ def _read_header(path: Path, prefixes: tuple[str, ...]) -> list[TensorEntry]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} has a malformed header: {error}") from error
-    entries = [_entry(path, name, value, 8 + length) for name, value in header.items() if name.startswith(prefixes)]
+    entries = [
+        _entry(path, name, _expected_name(name, spec), value, 8 + length)
+        for name, value in header.items()
+        if name.startswith(_PREFIXES)
+    ]
     for entry in entries:
         if entry.stop > size:
             raise CheckpointError(f"{path} is truncated: {entry.name} ends at byte {entry.stop}, the file has {size}")
-    return entries
+    return entries, [name for name in header if not name.startswith(_PREFIXES)]
 
 
-def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+def _entry(path: Path, stored_as: str, name: str, value: Any, data_start: int) -> TensorEntry:
     try:
         dtype, shape = str(value["dtype"]), tuple(int(size) for size in value["shape"])
         start, stop = (data_start + int(offset) for offset in value["data_offsets"])
     except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has a malformed header at {name}: {error!r}") from error
+        raise CheckpointError(f"{path} has a malformed header at {stored_as}: {error!r}") from error
+    if not data_start <= start <= stop:
+        raise CheckpointError(f"{path} has a malformed header at {stored_as}: offsets {value['data_offsets']}")
     if dtype in ITEM_BYTES and stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise CheckpointError(f"{path}: {name} {list(shape)} {dtype} does not fill its {stop - start} bytes")
-    return TensorEntry(name, path, dtype, shape, start, stop)
+    return TensorEntry(name, stored_as, path, dtype, shape, start, stop)

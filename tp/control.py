@@ -33,6 +33,7 @@ class ControlClient:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._is_leaving = False
 
     @classmethod
     def connect(cls, path: Path, *, timeout_s: float) -> "ControlClient":
@@ -70,6 +71,7 @@ class ControlClient:
 
     def send_failure(self, reason: str, *, is_fatal: bool) -> None:
         """Say why this rank is about to exit; whether anybody hears it does not matter any more."""
+        self._is_leaving = True  # the front-end hangs up now, and torchrun is to have the reason from us
         printable = reason.encode(errors="replace").decode()[:_MAX_REASON_CHARS]
         with contextlib.suppress(OSError):
             self.send(wire.Failed(reason=printable, is_fatal=is_fatal))
@@ -87,7 +89,8 @@ class ControlClient:
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         poll.poll()
-        os._exit(EXIT_FRONT_END_GONE)
+        if not self._is_leaving:
+            os._exit(EXIT_FRONT_END_GONE)
 
     def _receive_payload(self, header: bytes) -> wire.Message:
         kind, length = wire.decode_header(header)

@@ -69,7 +69,9 @@ def arena_rows(spec: EncoderSpec, *, num_patches: int, dtype: Dtype) -> Rows:
 def scratch_rows(
     spec: EncoderSpec, *, num_patches: int, world_size: int, dtype: Dtype, threads: int = 1, rank: int = 0
 ) -> Rows:
-    """What a forward over `num_patches` patches of images holds when it holds most, the batch's pixels included.
+    """What a forward over `num_patches` patches holds when it holds most, the batch's pixels included.
+
+    Of images; video chunks make fewer tokens of as many patches, and their means fit where those tokens would be.
 
     The sum is an upper bound: of every step, the one with the largest sum. `threads` are the CPU threads of the rank.
     """

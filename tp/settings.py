@@ -269,8 +269,15 @@ class Settings(_Section):
         return self.parallel.threads or max(1, num_cores // (self.parallel.tensor * self.parallel.groups))
 
     def compute_dtype(self, spec: EncoderSpec) -> Dtype:
-        """The dtype of weights, activations and the token arena."""
-        return spec.dtype if self.model.dtype == "auto" else self.model.dtype
+        """The dtype of weights, activations and the token arena. Raises SettingsError for `auto` on float16 weights."""
+        if self.model.dtype != "auto":
+            return self.model.dtype
+        if spec.dtype == "float16":
+            raise SettingsError(
+                "model.dtype is auto and the checkpoint is float16, in which activations of this tower may overflow: "
+                "name bfloat16, float32 or float16 (--dtype)"
+            )
+        return spec.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +315,16 @@ def load_settings(
         return LoadedSettings(Settings.model_validate(tree), sources)
     except ValidationError as error:
         raise SettingsError(_explain(error, sources)) from error
+
+
+def near_misses(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each variable that would be a setting with two underscores; Kubernetes may have set it."""
+    variables = {f"{ENV_PREFIX}{name.replace('.', '_')}".upper(): name for name, _ in known_names()}
+    return [
+        f"{variable} is not a setting; did you mean {ENV_PREFIX}{variables[variable].replace('.', '__').upper()}?"
+        for variable in environ
+        if variable in variables
+    ]
 
 
 def known_names() -> Iterator[tuple[str, Any]]:

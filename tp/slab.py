@@ -103,7 +103,7 @@ class Slab:
     @classmethod
     def create(cls, layout: SlabLayout) -> "Slab":
         """Allocate, touch and seal a new slab. Raises SlabError with the bytes wanted when memory is short."""
-        available = _available_bytes()
+        available = available_bytes()
         if layout.total_bytes > available:
             raise SlabError(f"no memory for a slab of {layout.total_bytes} bytes: {available} are available")
         fd = os.memfd_create("tpvision-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -145,7 +145,7 @@ class Slab:
             raise SlabError(f"run {run.start}..{run.end} is outside the slab's {self.layout.num_patches} rows")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What can be had without the kernel killing somebody for it, as it does rather than fail a memory file."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -2,7 +2,9 @@
 
 Pure values and arithmetic, no torch and no weights. Both sides import it: the front-end to size images and memory,
 the workers to build the model. Field meanings follow the published `config.json` and `preprocessor_config.json` of
-Kimi K3 (moonshotai/Kimi-K3, `vision_config` and `media_proc_cfg`).
+Kimi K3 (moonshotai/Kimi-K3, `vision_config` and `media_proc_cfg`). K2.5, K2.6 and K2.7 share a layout; Kimi-VL has its
+own. Which one a checkpoint has is told by the keys of its `vision_config`, not by the name of the model: a later one on
+a tower that we know (K3.1) is taken, and `model_note` says so.
 """
 
 import json
@@ -17,13 +19,16 @@ CHANNELS = 3
 Dtype = Literal["float32", "bfloat16", "float16"]
 ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+Family = Literal["Kimi K3", "Kimi K2.5", "Kimi-VL"]
+MODEL_TYPES: dict[str, Family] = {"kimi_k3": "Kimi K3", "kimi_k25": "Kimi K2.5", "kimi_vl": "Kimi-VL"}  # published
+
 
 class SpecError(ValueError):
     """The checkpoint's configuration is missing, malformed, or describes an encoder we do not have."""
 
 
 class Grid(NamedTuple):
-    """Patches of one item: frames, rows and columns. Images have t = 1; h and w are even."""
+    """Patches of one item: frames, rows and columns. h and w are even; t is 1 for an image."""
 
     t: int
     h: int
@@ -67,6 +72,8 @@ class ProcessorSpec:
     std: tuple[float, float, float]
     background: Background | None  # None: alpha is dropped
     fill_stage: Literal["before_resize", "after_resize"]
+    frame_patch_limit: int | None = None  # patches a frame of a video chunk, in place of patch_limit; None: the same
+    chunk_patch_limit: int | None = None  # patches of all frames of a chunk, checked likewise; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,18 @@ class EncoderSpec:
     projector_norm_eps: float
     dtype: Dtype  # what the checkpoint says its weights are
     processor: ProcessorSpec
+
+    @property
+    def family(self) -> Family:
+        """Whose tower this is, by its shape; `model_type` may be a later model's."""
+        if self.processor.rule == "kimi_vl":
+            return "Kimi-VL"
+        return "Kimi K3" if self.projector == "post_norm" else "Kimi K2.5"
+
+    @property
+    def takes_video(self) -> bool:
+        """Whether the tower has a time embedding, and so takes chunks of up to `pos_emb_time` frames."""
+        return self.pos_emb_time > 1
 
     @property
     def head_dim(self) -> int:
@@ -122,7 +141,11 @@ class EncoderSpec:
         return 4 * self.qkv_size * self.num_layers
 
     def cost(self, num_patches: int) -> float:
-        """Work of one image in patch equivalents: n + n^2 / k, with k the ratio of the two rates above."""
+        """Work of one image in patch equivalents: n + n^2 / k, with k the ratio of the two rates above.
+
+        All that is linear in n counts, patch embedding and projector too: k is 4,925 for K3 and 6,837 for K2.5 (6,608
+        if only the blocks' linears did). The frames of a video chunk attend to each other, so n counts all of them.
+        """
         return num_patches + num_patches**2 * self.attention_flops / self.linear_flops
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,6 +167,16 @@ def check_world_size(spec: EncoderSpec, world_size: int, num_devices: int | None
     )
 
 
+def model_note(spec: EncoderSpec) -> str | None:
+    """What to log of a checkpoint whose `model_type` is not the published one of its tower; None where it is."""
+    if MODEL_TYPES.get(spec.model_type) == spec.family:
+        return None
+    return (
+        f"model_type {spec.model_type!r} is not known for this tower: the vision_config is that of {spec.family}, "
+        "and it is served as such, without prompt texts"
+    )
+
+
 def read_spec(model_dir: Path) -> EncoderSpec:
     """The spec of the checkpoint in `model_dir`. Raises SpecError naming the file and the key at fault."""
     return parse_spec(_read_json(model_dir / "config.json"), _read_json(model_dir / "preprocessor_config.json"))
@@ -157,7 +190,7 @@ def parse_spec(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> En
     """
     top = _Keys(config, "config.json")
     vision = top.section("vision_config")
-    is_kimi_vl = vision.text("model_type", default="") == "moonvit"
+    is_kimi_vl = _is_kimi_vl(vision)
     hidden = vision.integer("vt_hidden_size", "hidden_size")
     has_bias = vision.flag("linear_bias", default=True)
     for other in ("attn_bias", "patch_embed_proj_bias"):
@@ -194,6 +227,12 @@ def parse_spec(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> En
     )
     _check_shape(spec)
     return spec
+
+
+def _is_kimi_vl(vision: "_Keys") -> bool:
+    """By name, or where that was lost by what only the other family writes: vt_ names, frames, a projector's type."""
+    theirs = ("vt_hidden_size", "init_pos_emb_time", "pos_emb_time", "mm_projector_type")
+    return vision.text("model_type", default="") == "moonvit" or not any(key in vision.values for key in theirs)
 
 
 # Keys for which one value is supported.
@@ -236,6 +275,8 @@ def parse_processor(preprocessor: Mapping[str, Any], is_kimi_vl: bool) -> Proces
         rule="kimi_vl" if is_kimi_vl else "navit",
         patch_size=keys.integer("patch_size", default=14),
         patch_limit=keys.integer("in_token_limit" if is_kimi_vl else "in_patch_limit"),
+        frame_patch_limit=keys.optional_integer("in_patch_limit_each_frame"),
+        chunk_patch_limit=keys.optional_integer("in_patch_limit_video"),
         side_limit=keys.integer("patch_limit_on_one_side", default=512),
         mean=keys.triple("image_mean", default=(0.5, 0.5, 0.5)),
         std=keys.triple("image_std", default=(0.5, 0.5, 0.5)),
@@ -299,6 +340,9 @@ class _Keys:
         if type(value) is not int or value < 0 or (value == 0 and value is not default):
             raise SpecError(f"{self._where}: {names[0]} must be a positive integer, not {value!r}")
         return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.values.get(name) is None else self.integer(name)
 
     def byte(self, name: str, *, default: int) -> int:
         value = self._find((name,), default)
@@ -380,5 +424,6 @@ PUBLISHED_K3 = EncoderSpec(
         std=(0.5, 0.5, 0.5),
         background=Background(pattern="chessboard", square_size=8, gray_value=180),
         fill_stage="after_resize",
+        frame_patch_limit=16_384,
     ),
 )

@@ -94,7 +94,7 @@ def _read(model: MoonViT, loads: list[tuple[TensorEntry, str]]) -> Iterator[tupl
         try:
             with safe_open(path, framework="pt") as file:
                 for entry, ours in group:
-                    yield entry, ours, _slices(file.get_slice(entry.name), _shard_of(model, ours))
+                    yield entry, ours, _slices(file.get_slice(entry.stored_as), _shard_of(model, ours))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 

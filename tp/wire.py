@@ -123,6 +123,8 @@ class Ready(Message):
     weights_bytes: int = Field(ge=0)
     slab_bytes: int = Field(gt=0)
     resident_bytes: int = Field(ge=0)
+    device_free_bytes: int | None = Field(None, ge=0)  # of a GPU; None on CPU
+    attention: str = ""  # the kernel, in words
 
 
 class BatchImage(BaseModel):

@@ -21,13 +21,14 @@ import pytest
 import uvloop
 from PIL import Image
 
-from service.body import Body, ImageBytes
+from service.body import Body, ImageBytes, VideoChunk
 from service.decoders import DecoderPool, DecoderStartError
 from service.errors import (
     DecodeTimeout,
     ImageTooLarge,
     InvalidRequest,
     NotReady,
+    TooManyFrames,
     TooManyImages,
     UndecodableImage,
     UnsupportedImage,
@@ -375,6 +376,40 @@ def test_unpack_gives_images_and_options() -> None:
             assert len(unpacked.images) == 1 and unpacked.options is None
 
     run_pool(use)
+
+
+def test_unpack_gives_chunks_their_frames() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        text = b'{"images": ["QQ", {"type": "video_chunk", "frames": ["QUI", "QUJD"]}, "QUI"]}'
+        with json_body(text) as body, await pool.unpack(body, "encode", max_frames=4) as unpacked:
+            assert unpacked.names == ("[0]", "[1].frames[0]", "[1].frames[1]", "[2]")
+            first, chunk, last = unpacked.items(unpacked.images)
+            assert isinstance(chunk, VideoChunk)
+            files = [os.pread(file.fd, file.length, file.offset) for file in chunk.frames]
+            assert files == [b"AB", b"ABC"]
+            assert (first, last) == (unpacked.images[0], unpacked.images[3])
+        too_long = text.replace(b'"QUI", "QUJD"', b'"QUI", "QUI", "QUI"')
+        with json_body(too_long) as body, pytest.raises(TooManyFrames) as caught:
+            await pool.unpack(body, "encode", max_frames=2)
+        assert (caught.value.param, caught.value.numbers) == ("images[1]", {"num_frames": 3, "limit": 2})
+
+    run_pool(use)
+
+
+def test_frames_are_written_into_one_run() -> None:
+    frames = [noise(80, 50), noise(80, 50).transpose(Image.Transpose.ROTATE_180)]
+    plan = plan_image(80, 50, PROCESSOR, (512,), "refuse", num_frames=2)
+    expected = np.zeros((plan.patches, 588), np.uint8)
+    for number, frame in enumerate(frames):
+        write_patches(encoded(frame), plan, PROCESSOR, orientation="apply", gray16="scale", out=expected, frame=number)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        run = Run(200, plan.patches)
+        with stored(encoded(frames[0])) as first, stored(encoded(frames[1])) as second:
+            await asyncio.gather(pool.write_patches(second, plan, run, 1), pool.write_patches(first, plan, run, 0))
+        assert np.array_equal(slab.pixels(run), expected)
+
+    run_pool(use, processes=2)
 
 
 def test_unpack_errors_keep_param_and_numbers() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.bounds import largest_patch_count, largest_picture, largest_square
+from service.bounds import largest_chunk, largest_patch_count, largest_picture, largest_square
 from service.errors import ImageTooLarge, InvalidRequest, TooManyPatches
-from service.geometry import Fit, check_image_patches, effective_policy, extent, fit, plan_image
-from tp.spec import Grid, ProcessorSpec
+from service.geometry import Fit, Policy, check_image_patches, effective_policy, extent, fit, frame_rule, plan_image
+from tp.spec import PUBLISHED_K3, Grid, ProcessorSpec
 
 
 def _rule(patch_limit: int, side_limit: int = 512, *, rule: str = "navit") -> ProcessorSpec:
@@ -202,6 +203,66 @@ def test_the_models_own_resize_is_not_called_downscaled() -> None:
     assert plan.encoded_size == (2071, 1553)
     assert not plan.downscaled
     assert plan_image(8000, 6000, K25, (4096, 16384), "downscale").downscaled
+
+
+# ---- video chunks
+
+K25_VIDEO = replace(K25, frame_patch_limit=4096)
+
+
+def test_a_chunk_counts_all_its_frames() -> None:
+    plan = plan_image(303, 181, K25_VIDEO, (256, 1024, 4096), "refuse", num_frames=3)
+    assert (plan.grid, plan.patches, plan.tier) == (Grid(3, 14, 22), 924, 1024)
+    assert plan.grid.num_tokens == 77
+    assert (plan.original_size, plan.padded_size, plan.downscaled) == ((303, 181), (308, 196), False)
+
+
+def test_frames_have_the_images_rule_with_a_limit_of_their_own() -> None:
+    frame = plan_image(1920, 1080, K25_VIDEO, (65536,), "refuse", num_frames=4)
+    assert frame.encoded_size == fit(1920, 1080, replace(K25, patch_limit=4096)).size == (1196, 672)
+    assert frame.patches == 4 * 48 * 86
+    assert not frame.downscaled
+    assert plan_image(1920, 1080, K25_VIDEO, (65536,), "refuse").encoded_size == (1920, 1080)
+    assert plan_image(1920, 1080, K25, (65536,), "refuse", num_frames=1).encoded_size == (1920, 1080)
+
+
+def test_the_limit_of_a_whole_video_is_shared_by_its_frames() -> None:
+    rule = replace(K25_VIDEO, chunk_patch_limit=4098)
+    assert frame_rule(rule, 1).patch_limit == 4096
+    assert [frame_rule(rule, frames).patch_limit for frames in (2, 3, 4)] == [2049, 1366, 1024]  # 1024.5 to even
+
+
+def test_a_chunk_over_the_tier_is_refused_with_the_size_that_downscale_gives() -> None:
+    with pytest.raises(TooManyPatches) as caught:
+        plan_image(896, 896, K25_VIDEO, (1024, 8192), "refuse", num_frames=4)
+    plan = plan_image(896, 896, K25_VIDEO, (1024, 8192), "downscale", num_frames=4)
+    assert caught.value.numbers == {"patches": 16384, "limit": 8192, "downscaled_size": list(plan.encoded_size)}
+    assert plan.encoded_size == extent(896, 896, K25_VIDEO, 2048).size
+    assert (plan.tier, plan.downscaled) == (8192, True)
+    assert plan.patches <= 8192
+
+
+@pytest.mark.parametrize("policy", ["refuse", "downscale"])
+def test_a_tier_too_small_for_one_token_a_frame_has_no_size_to_offer(policy: Policy) -> None:
+    with pytest.raises(TooManyPatches) as caught:
+        plan_image(28, 28, K25_VIDEO, (8,), policy, num_frames=4)
+    assert caught.value.numbers == {"patches": 16, "limit": 8}
+
+
+def test_the_largest_chunk_is_over_the_largest_image() -> None:
+    assert largest_chunk(PUBLISHED_K3) == 4 * 17_856 > largest_patch_count(PUBLISHED_K3.processor)[0]
+    assert largest_chunk(replace(PUBLISHED_K3, pos_emb_time=1)) is None
+
+
+@relaxed
+@given(sides, sides, st.integers(1, 4), tiers)
+def test_every_chunk_has_a_plan(width: int, height: int, num_frames: int, top: int) -> None:
+    plan = plan_image(width, height, K25_VIDEO, (max(16, top),), "downscale", num_frames=num_frames)
+    assert plan.patches == num_frames * plan.grid.h * plan.grid.w <= plan.tier
+    assert 1 <= plan.encoded_size[0] <= width
+
+
+# ---- every picture
 
 
 @relaxed

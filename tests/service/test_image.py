@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from goldens import to_rows
 from PIL import Image
 
 from service.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
@@ -112,6 +113,26 @@ def test_rows_are_ordered_by_token_then_by_patch_then_by_channel() -> None:
         top, left = 28 * token_row + 14 * row, 28 * token_column + 14 * column
         expected = pixels[top : top + 14, left : left + 14].transpose(2, 0, 1)
         assert np.array_equal(out[4 * (3 * token_row + token_column) + patch], expected.ravel())
+
+
+def test_frames_lie_between_the_tokens_rows() -> None:
+    """Rows of a chunk are ordered by token, then by frame: frame k of a token takes rows 4 k to 4 k + 4 of it."""
+    pictures = np.random.default_rng(1).integers(0, 256, (3, 56, 84, 3), np.uint8)
+    rule = _rule("k25.published")
+    plan = plan_image(84, 56, rule, CAPACITIES, "refuse", num_frames=3)
+    alone = plan_image(84, 56, rule, CAPACITIES, "refuse")
+    out = np.full((plan.patches, 588), 77, np.uint8)
+    for frame in (2, 0, 1):
+        before = out.copy()
+        data = _encode(Image.fromarray(pictures[frame]))
+        write_patches(data, plan, rule, orientation="apply", gray16="scale", out=out, frame=frame)
+        rows = np.empty((alone.patches, 588), np.uint8)
+        write_patches(data, alone, rule, orientation="apply", gray16="scale", out=rows)
+        by_token = out.reshape(6, 3, 4, 588)
+        assert np.array_equal(by_token[:, frame], rows.reshape(6, 4, 588))
+        others = [other for other in range(3) if other != frame]
+        assert np.array_equal(by_token[:, others], before.reshape(6, 3, 4, 588)[:, others])
+    assert np.array_equal(out, to_rows(pictures))
 
 
 def test_every_byte_is_written_and_padding_is_black() -> None:

@@ -124,6 +124,14 @@ def test_top_tier_is_judged_against_the_largest_count(top: int, never_refuses: b
     assert ("never exceeded" in text(made)) is never_refuses
 
 
+def test_video_chunks_are_planned_where_the_tower_takes_them() -> None:
+    assert plan().as_dict()["video_chunk"] == {"max_frames": 4, "largest_patches": 71_424}
+    assert "up to 4 frames" in text(plan()) and "71,424 patches" in text(plan())
+    made = plan_capacity(replace(PUBLISHED_K3, pos_emb_time=1), load_settings().settings)
+    assert made.as_dict()["video_chunk"] is None
+    assert "Video" not in text(made)
+
+
 def test_k25s_largest_count_is_another() -> None:
     processor = replace(PUBLISHED_K3.processor, patch_limit=16_384)
     made = plan_capacity(replace(PUBLISHED_K3, processor=processor), load_settings().settings)

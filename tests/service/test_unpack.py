@@ -6,13 +6,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from service.errors import InvalidRequest, ServiceError, TooManyImages
+from service.errors import InvalidRequest, ServiceError, TooManyFrames, TooManyImages
 from service.unpack import (
     MAX_JSON_VALUES,
     MAX_URL_CHARS,
     EmbeddingsBody,
     EmbeddingsOptions,
     EncodeBody,
+    Frames,
     Source,
     decode_base64,
     unpack_embeddings,
@@ -23,7 +24,7 @@ ABC = "QUJD"  # base64 of b"ABC"
 BAD_INPUTS: tuple[Any, ...] = ([], [""], [[]], None, {}, 3, [1, 2], [[1]], {"text": "a"})
 
 
-def encode(*items: Any, max_images: int = 4, allow_urls: bool = False) -> list[Source]:
+def encode(*items: Any, max_images: int = 4, allow_urls: bool = False) -> list[Source | Frames]:
     return unpack_encode(json.dumps({"images": items}).encode(), max_images=max_images, allow_urls=allow_urls)
 
 
@@ -128,9 +129,69 @@ def test_param_names_the_bad_place(item: Any, param: str) -> None:
     assert caught.value.param == param
 
 
-def test_video_chunks_are_named_as_unsupported() -> None:
-    with pytest.raises(InvalidRequest, match="video"):
-        encode({"type": "video_chunk", "frames": [ABC]})
+def video(*frames: Any) -> dict[str, Any]:
+    return {"type": "video_chunk", "frames": frames}
+
+
+def unpack_video(*items: Any, max_images: int = 8, **options: Any) -> list[Any]:
+    return unpack_encode(json.dumps({"images": items}).encode(), max_images=max_images, max_frames=4, **options)
+
+
+def test_a_video_chunk_is_a_tuple_of_its_frames() -> None:
+    assert unpack_video(ABC, video("QUI=", {"image": ABC}), video(ABC)) == [b"ABC", (b"AB", b"ABC"), (b"ABC",)]
+
+
+def test_frames_may_be_urls_where_images_may() -> None:
+    assert unpack_video(video(ABC, "https://x"), allow_urls=True) == [(b"ABC", "https://x")]
+    with pytest.raises(InvalidRequest, match="URL fetching is off") as caught:
+        unpack_video(video(ABC, "https://x"))
+    assert caught.value.param == "images[0].frames[1]"
+
+
+def test_more_frames_than_the_model_takes() -> None:
+    assert len(unpack_video(video(*[ABC] * 4))[0]) == 4
+    with pytest.raises(TooManyFrames) as caught:
+        unpack_video(ABC, video(*["not base64!"] * 5))
+    assert (caught.value.param, caught.value.numbers) == ("images[1]", {"num_frames": 5, "limit": 4})
+
+
+def test_a_model_without_frames_takes_no_chunk_of_any_length() -> None:
+    for frames in ([ABC], [ABC] * 9):
+        with pytest.raises(InvalidRequest, match="images only") as caught:
+            encode(video(*frames), max_images=9)
+        assert caught.value.param == "images[0]"
+
+
+def test_each_frame_counts_as_an_image() -> None:
+    unpack_video(ABC, video(ABC, ABC), ABC, max_images=4)
+    with pytest.raises(TooManyImages) as caught:
+        unpack_video(ABC, video(ABC, ABC), ABC, max_images=3)
+    assert caught.value.numbers == {"num_images": 4, "limit": 3}
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        (video(), "images[0].frames"),
+        ({"type": "video_chunk"}, "images[0].frames"),
+        ({"type": "video_chunk", "frames": ABC}, "images[0].frames"),
+        ({**video(ABC), "fps": 2}, "images[0].fps"),
+        (video(ABC, 3), "images[0].frames[1]"),
+        (video(ABC, {"type": "image"}), "images[0].frames[1].data"),
+        (video(video(ABC)), "images[0].frames[0]"),
+        (video(ABC, "data:,x"), "images[0].frames[1]"),
+    ],
+)
+def test_param_names_the_bad_place_in_a_chunk(item: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        unpack_video(item)
+    assert caught.value.param == param
+
+
+def test_embeddings_take_no_chunks() -> None:
+    with pytest.raises(InvalidRequest, match="POST /v1/encode") as caught:
+        embeddings(input=[ABC, video(ABC)])
+    assert caught.value.param == "input[1]"
 
 
 def test_too_many_images_is_told_before_they_are_looked_at() -> None:
@@ -219,7 +280,8 @@ _leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([ABC, "data:,", "http:"])
 )
 _keys = (
-    st.sampled_from(["images", "input", "type", "url", "image_url", "data", "image", "model", "dimensions"]) | st.text()
+    st.sampled_from(["images", "input", "type", "url", "image_url", "data", "image", "frames", "model", "dimensions"])
+    | st.text()
 )
 _trees = st.recursive(_leaves, lambda inner: st.lists(inner) | st.dictionaries(_keys, inner), max_leaves=20)
 

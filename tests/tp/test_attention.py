@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from tp.attention import AttentionError, Sequences, attend
+from tp.attention import AttentionError, Sequences, attend, describe_kernel
 
 CPU = torch.device("cpu")
 
@@ -75,3 +75,15 @@ def test_cuda_keeps_no_scores() -> None:
     before = torch.cuda.memory_allocated()
     attend(*qkv.unbind(1), Sequences.of([32768], qkv.device))
     assert torch.cuda.max_memory_allocated() - before < 32768 * 32768 // 8
+
+
+def test_the_kernel_is_named() -> None:
+    assert describe_kernel(CPU, torch.float32, 72) == "flash attention on CPU, one image at a time"
+    assert describe_kernel(CPU, torch.bfloat16, 128).startswith("flash")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 72), (torch.float32, 128)])
+def test_the_kernel_on_cuda_is_named(dtype: torch.dtype, head_dim: int) -> None:
+    named = describe_kernel(torch.device("cuda"), dtype, head_dim)
+    assert named.startswith("flash" if dtype == torch.bfloat16 else "memory-efficient")

@@ -152,7 +152,7 @@ def test_truncated_shard_is_named_with_its_sizes(folder: Path) -> None:
     ("content", "message"),
     [
         (b"", "truncated or no safetensors file: 0 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "truncated or no safetensors file: 43 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer of 43 bytes"),
         (b"\x05" + bytes(7) + b"{x: 1", "malformed header"),
         (b"\x02" + bytes(7) + b"[]", "malformed header"),
     ],

@@ -78,7 +78,15 @@ def test_scratch_grows_with_patches_and_shrinks_with_ranks() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("world_size", [1, 2, 6])
 @pytest.mark.parametrize(
-    "grids", [[Grid(1, 2, 2)], [Grid(1, 64, 64)], [Grid(1, 512, 2), Grid(1, 2, 512)], [Grid(1, 32, 32)] * 4]
+    "grids",
+    [
+        [Grid(1, 2, 2)],
+        [Grid(1, 64, 64)],
+        [Grid(1, 512, 2), Grid(1, 2, 512)],
+        [Grid(1, 32, 32)] * 4,
+        [Grid(4, 32, 32)],
+        [Grid(4, 2, 2)],
+    ],
 )
 def test_scratch_bounds_the_measured_peak(
     model: str, dtype: Dtype, world_size: int, grids: list[Grid], tmp_path: Path

@@ -1,12 +1,13 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tp.spec import PUBLISHED_K3, Background, Grid, SpecError, check_world_size, parse_spec, read_spec
+from tp.spec import PUBLISHED_K3, Background, Grid, SpecError, check_world_size, model_note, parse_spec, read_spec
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
@@ -44,6 +45,8 @@ def test_k25_takes_the_older_defaults_where_keys_are_absent() -> None:
     assert (spec.norm, spec.has_bias, spec.projector) == ("layernorm", True, "pre_norm")
     assert (spec.pos_emb_interpolation, spec.pos_emb_time) == ("bicubic", 4)
     assert (spec.processor.patch_limit, spec.processor.background) == (16_384, None)
+    assert (spec.processor.frame_patch_limit, spec.processor.chunk_patch_limit) == (4096, None)
+    assert (spec.family, spec.takes_video) == ("Kimi K2.5", True)
     assert spec.processor.fill_stage == "before_resize"
 
 
@@ -56,6 +59,7 @@ def test_kimi_vl_has_no_frames_and_its_own_rule_and_names() -> None:
         1e-5,
     )
     assert (spec.processor.rule, spec.processor.patch_limit) == ("kimi_vl", 4096)
+    assert (spec.family, spec.takes_video) == ("Kimi-VL", False)
     assert spec.processor.fill_stage == "after_resize"
 
 
@@ -77,6 +81,65 @@ def test_transformers_spelling_is_understood() -> None:
     }
     vision = {renamed.get(key, key): value for key, value in config["vision_config"].items()}
     assert parse_spec({**config, "vision_config": vision}, preprocessor) == parse_spec(config, preprocessor)
+    # All of what transformers 5's own config class writes, its activations, RoPE and projector included.
+    native = {
+        "model_type": "kimi_k25_vision",
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "intermediate_size": 140,
+        "pos_emb_height": 16,
+        "pos_emb_width": 16,
+        "pos_emb_time": 4,
+        "patch_size": 14,
+        "merge_kernel_size": [2, 2],
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "max_position_embeddings": 512,
+    }
+    own = {**config, "vision_config": native, "projection_hidden_size": 96, "projection_ln_eps": 1e-5}
+    assert parse_spec(own, preprocessor) == parse_spec(config, preprocessor)
+
+
+@pytest.mark.parametrize("name", ["tiny-k3-f32", "tiny-k25-f32", "tiny-kimivl-f32"])
+@pytest.mark.parametrize("model_type", ["", None])
+def test_a_vision_config_without_its_name_is_told_by_its_keys(name: str, model_type: str | None) -> None:
+    config, preprocessor = configs(name)
+    expected = parse_spec(config, preprocessor)
+    config["vision_config"].pop("model_type", None)
+    if model_type is not None:
+        config["vision_config"]["model_type"] = model_type
+    assert parse_spec(config, preprocessor) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("tiny-k3-f32", "Kimi K3"), ("tiny-k25-f32", "Kimi K2.5"), ("tiny-kimivl-f32", "Kimi-VL")],
+)
+def test_a_later_model_on_a_known_tower_is_taken_with_a_note(name: str, family: str) -> None:
+    config, preprocessor = configs(name)
+    published = parse_spec(config, preprocessor)
+    assert model_note(published) is None
+    later = parse_spec({**config, "model_type": "kimi_k31"}, preprocessor)
+    assert replace(later, model_type=published.model_type) == published
+    note = model_note(later)
+    assert note is not None and "'kimi_k31'" in note and family in note
+
+
+def test_a_known_name_on_another_tower_is_noted_too() -> None:
+    config, preprocessor = configs("tiny-k25-f32")
+    note = model_note(parse_spec({**config, "model_type": "kimi_k3"}, preprocessor))
+    assert note is not None and "Kimi K2.5" in note
+
+
+@pytest.mark.parametrize("key", ["in_patch_limit_each_frame", "in_patch_limit_video"])
+def test_limits_of_frames_may_be_absent_but_not_wrong(key: str) -> None:
+    config, preprocessor = configs("tiny-k25-f32")
+    for value in (None, 123):
+        preprocessor["media_proc_cfg"][key] = value
+        processor = parse_spec(config, preprocessor).processor
+        assert value in (processor.frame_patch_limit, processor.chunk_patch_limit)
+    assert key in refused(lambda _, own: own["media_proc_cfg"].update({key: 0}), "tiny-k25-f32")
 
 
 @pytest.mark.parametrize(
@@ -233,6 +296,15 @@ def test_flops_are_those_of_model_facts(num_patches: int, tera: float) -> None:
 def test_attention_costs_as_much_as_the_rest_at_k() -> None:
     assert PUBLISHED_K3.linear_flops / PUBLISHED_K3.attention_flops == pytest.approx(4925, abs=1)
     assert PUBLISHED_K3.cost(4925) == pytest.approx(2 * 4925, rel=1e-3)
+
+
+def test_k25s_constant_counts_patch_embedding_and_projector_too() -> None:
+    published = replace(
+        PUBLISHED_K3, hidden_size=1152, qkv_size=1152, num_heads=16, mlp_size=4304, text_hidden_size=7168
+    )
+    assert published.linear_flops / published.attention_flops == pytest.approx(6837, abs=1)
+    blocks = 27 * 2 * 1152 * (4 * 1152 + 2 * 4304)
+    assert blocks / published.attention_flops == pytest.approx(6608, abs=1)
 
 
 def test_as_dict_is_plain_json() -> None:

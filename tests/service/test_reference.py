@@ -1,0 +1,48 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from service.reference import Origin, ReferenceFileError, distance, read_reference, write_reference
+
+ORIGIN = Origin("kimi_k3", "abc", "bfloat16", "0.1.0", "cpu", "2")
+TOKENS = np.random.default_rng(0).standard_normal((6, 8), np.float32)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "reference.safetensors"
+    write_reference(path, TOKENS, ORIGIN)
+    tokens, origin = read_reference(path)
+    assert np.array_equal(tokens, TOKENS)
+    assert origin == ORIGIN
+
+
+def test_files_that_are_no_reference(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(ReferenceFileError, match="cannot be read"):
+        read_reference(path)
+    path.write_bytes(b"no safetensors at all")
+    with pytest.raises(ReferenceFileError, match="cannot be read"):
+        read_reference(path)
+    save_file({"embeddings": TOKENS}, path)
+    with pytest.raises(ReferenceFileError, match="was not written by"):
+        read_reference(path)
+    save_file({"other": TOKENS}, path, {"format": "tpvision reference 1"})
+    with pytest.raises(ReferenceFileError, match="cannot be read"):
+        read_reference(path)
+
+
+def test_distance_is_relative_and_the_widest_tolerance_counts() -> None:
+    far = distance(TOKENS * np.float32(1.01), TOKENS, "float32")
+    assert far.relative == pytest.approx(0.01, rel=1e-3)
+    assert far.max_abs == pytest.approx(0.01 * np.abs(TOKENS).max(), rel=1e-3)
+    assert (far.tolerance, far.is_within) == (1e-5, False)
+    assert distance(TOKENS * np.float32(1.01), TOKENS, "float32", "bfloat16").is_within
+    assert distance(TOKENS, TOKENS, "float32").is_within
+
+
+def test_nan_is_never_within() -> None:
+    broken = replace(distance(TOKENS, TOKENS, "float32"), relative=float("nan"))
+    assert not broken.is_within
