@@ -18,6 +18,7 @@ from tp.slab import Run
 
 _AVERAGE_S = 10.0  # time constant of all averages
 _LONGEST_RETRY_S = 600
+_COST_FLOOR = 1024.0  # what a smaller batch takes is overhead, and tells nothing about a larger one
 _MAX_PRESSURE = 2.5
 
 
@@ -187,8 +188,8 @@ class Admission:
     def note_batch(self, cost: float, seconds: float) -> None:
         """Learn from a batch that has just finished and took `seconds` on the workers."""
         now = self._clock()
-        self._encoded.add(cost, seconds)
-        self._drained.add(cost, now - self._drained_until)
+        self._encoded.add(max(cost, _COST_FLOOR), seconds)
+        self._drained.add(max(cost, _COST_FLOOR), now - self._drained_until)
         self._drained_until = now
 
     def expected_wait_s(self) -> float:

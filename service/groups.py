@@ -21,6 +21,7 @@ from tp.spec import EncoderSpec
 log = logging.getLogger("tpvision.groups")
 
 _STOP_TIMEOUT_S = 10.0
+_MAX_EXCUSED_IN_A_ROW = 5  # poison images without a single good batch between them
 
 
 class WorkerGroups:
@@ -43,7 +44,8 @@ class WorkerGroups:
         self._launchers: dict[int, GroupLauncher] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
-        self._has_worked_since_poison = True
+        self._num_excused_in_a_row = 0
+        self._num_given_up = 0
         self._control = ControlServer(
             settings.parallel.socket or Path(self._folder.name) / "control.sock",
             contract=wire.contract_for(settings, spec, settings.parallel.tensor),
@@ -80,12 +82,14 @@ class WorkerGroups:
     async def stop(self, *, now: bool) -> None:
         """End every group; `now` does not wait for the ranks to end by themselves."""
         self._is_stopping = True
-        for group in self.ready:
+        listening = {group.index: group for group in self.ready if not group.is_busy and not now}
+        for group in listening.values():
             group.stop()
-        timeout_s = 0 if now else _STOP_TIMEOUT_S
-        with contextlib.suppress(TimeoutError):  # ranks of an external worker end by themselves, or not at all
-            await asyncio.wait_for(asyncio.gather(*(group.wait_for_ends() for group in self.ready)), timeout_s)
-        await asyncio.gather(*(launcher.stop(timeout_s) for launcher in self._launchers.values()))
+        with contextlib.suppress(TimeoutError):
+            ends = asyncio.gather(*(group.wait_for_ends() for group in listening.values()))
+            await asyncio.wait_for(ends, _STOP_TIMEOUT_S)
+        for index, launcher in self._launchers.items():
+            await launcher.stop(_STOP_TIMEOUT_S if index in listening else 0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -100,13 +104,13 @@ class WorkerGroups:
 
     def note_work(self) -> None:
         """A batch was encoded."""
-        self._has_worked_since_poison = True
+        self._num_excused_in_a_row = 0
 
     def excuse(self, group: WorkerGroup, num_losses: int) -> None:
-        """A poison image lost the group so often: off the restart budget, unless nothing worked since the last one."""
-        if group.index in self._launchers and self._has_worked_since_poison:
+        """A poison image lost the group so often: off the restart budget, unless everything seems to be poison."""
+        if group.index in self._launchers and self._num_excused_in_a_row < _MAX_EXCUSED_IN_A_ROW:
             self._launchers[group.index].excuse_losses(num_losses)
-            self._has_worked_since_poison = False
+            self._num_excused_in_a_row += 1
 
     def _note_ready(self, group: WorkerGroup) -> None:
         if group.index in self._launchers:
@@ -130,8 +134,14 @@ class WorkerGroups:
     async def _supervise(self, launcher: GroupLauncher) -> None:
         try:
             await launcher.run()
-        except (StartRefusedError, BudgetSpentError) as error:
+        except StartRefusedError as error:
             self._fail(error)
+        except BudgetSpentError as error:
+            self._num_given_up += 1
+            if self._num_given_up == len(self._launchers):
+                self._fail(error)
+            else:
+                log.error("%s; the other groups serve on without it", error)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -108,7 +108,7 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
     image) or JSON.
     """
     engine = engine_of(request)
-    form = schemas.choose_form(request.headers.get("accept"))
+    form = schemas.choose_form(",".join(request.headers.getlist("accept")))
     pooled = query.output == "pooled"
     dtype = query.dtype or ("float32" if pooled else schemas.default_dtype(form, engine.dtype))
     schemas.check_form(form, dtype)
@@ -213,6 +213,7 @@ async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> 
             if content_type == "application/json" or route == "embeddings":
                 unpacked = await engine.unpack(body, route)
                 stack.enter_context(unpacked)
+                held.add_unchecked(sum(image.length for image in unpacked.images))
                 intake = Intake(await _fetch(request, unpacked, held, stack, route), unpacked)
             else:
                 intake = Intake([body.image], None)

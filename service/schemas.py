@@ -147,7 +147,7 @@ class Answer:
         return sum(len(part) for part in self.parts)
 
 
-def choose_form(accept: str | None) -> Form:
+def choose_form(accept: str) -> Form:
     """The best form for an Accept header (RFC 9110 section 12.5.1). Raises NotAcceptable naming the forms there are."""
     best: tuple[float, int] | None = None
     chosen = None
@@ -365,7 +365,7 @@ def _parse_accept(accept: str) -> list[tuple[str, float]]:
                 except ValueError:
                     quality = 0.0
         if name:
-            ranges.append((name, quality))
+            ranges.append(("*/*" if name == "*" else name, quality))
     return ranges
 
 

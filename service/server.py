@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
@@ -34,6 +35,7 @@ EXIT_FAILED = 1
 
 _FILES_PER_CONNECTION = 3  # its socket, a body, and what a JSON body's images are unpacked to
 _OTHER_FILES = 512
+_BACKLOG = 2048
 _REAP_EVERY_S = 1.0
 _FLUSH_S = 1  # for the last answers, when it is to end now
 
@@ -80,13 +82,15 @@ async def serve(
     ]
     for task in beside:
         task.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
+    flush_until = time.monotonic()
     try:
         await first_of(stop.wait(), asyncio.shield(engine.failure), *map(asyncio.shield, serving))
+        flush_until = time.monotonic() + settings.limits.drain_timeout_s
         if stop.is_set():
             log.info("draining: nothing new is taken, accepted requests finish")
             await first_of(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
     finally:
-        await _end(engine, servers, serving, now=stop_now.is_set())
+        await _end(engine, servers, serving, now=stop_now.is_set(), flush_until=flush_until)
         for task in beside:
             task.cancel()
         ends = await asyncio.gather(*beside, return_exceptions=True)
@@ -98,13 +102,15 @@ async def serve(
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
 
 
-async def _end(engine: Engine, servers: list[Server], serving: list[asyncio.Task[None]], *, now: bool) -> None:
-    """Answer what is left, let the answers out, and stop the engine."""
+async def _end(
+    engine: Engine, servers: list[Server], serving: list[asyncio.Task[None]], *, now: bool, flush_until: float
+) -> None:
+    """Answer what is left, let the answers out until then or for a moment, and stop the engine."""
     await engine.abandon()
+    left_s = 0.0 if now else flush_until - time.monotonic()
     for server in servers:
         server.should_exit = True
-        if now:
-            server.config.timeout_graceful_shutdown = _FLUSH_S
+        server.config.timeout_graceful_shutdown = max(_FLUSH_S, round(left_s))
     await asyncio.gather(*serving)
     await engine.stop(now=now)
 
@@ -155,7 +161,6 @@ def _uvicorn_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(limits.drain_timeout_s)),
     )
 
 
@@ -187,6 +192,7 @@ def _bind(host: str, port: int) -> socket.socket:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen(_BACKLOG)  # now, not when uvicorn does: two services could bind the same port
         except OSError as error:
             raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
         listener.setblocking(False)

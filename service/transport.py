@@ -59,6 +59,11 @@ class WorkerGroup:
         self._replies: dict[int, dict[int, wire.Done]] = {}
         self._waiting: dict[int, asyncio.Future[list[wire.Done]]] = {}
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether its ranks are at work, and so hear nothing."""
+        return bool(self._waiting)
+
     async def encode(self, batch: wire.Batch) -> list[wire.Done]:
         """Send the batch to every rank and wait for every reply, in rank order. Raises GroupLost."""
         if self.lost.is_set():
@@ -185,9 +190,14 @@ class ControlServer:
             await asyncio.get_running_loop().sock_sendall(connection, wire.encode(wire.Refused(reason=reason)))
             connection.close()
             return
-        group = self._group_of(hello)
         frame = wire.encode(wire.Welcome(slab_bytes=self._slab.layout.total_bytes))
-        socket.send_fds(connection, [frame], [self._slab.fd])  # one small frame into an empty socket: never partial
+        try:
+            socket.send_fds(connection, [frame], [self._slab.fd])  # one small frame into an empty socket: never partial
+        except OSError as error:
+            log.warning("group %d rank %d left before its welcome: %s", hello.group, hello.rank, error)
+            connection.close()
+            return
+        group = self._group_of(hello)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         rank = RankConnection(hello, reader, writer)
         group.add(rank)
@@ -286,6 +296,8 @@ async def _read_message(reader: asyncio.StreamReader) -> wire.Message:
 
 
 def _listen(path: Path) -> socket.socket:
+    if path.exists() and not path.is_socket():
+        raise ControlSocketError(f"{path} is there and is not a socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         try:
             probe.connect(str(path))

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,27 @@ def test_a_killed_front_end_leaves_nothing_and_the_next_one_starts_at_once(state
     again = RunningService(arguments).wait_ready()  # on the stale socket path
     assert again.encode(GOOD).status_code == 200
     assert again.stop() == 0
+
+
+def test_a_front_end_killed_while_its_ranks_start_leaves_nothing() -> None:
+    service = RunningService(["--model", MODEL, "--tp", "2"])
+    wait_until(lambda: len(ranks_of(service)) == 2, timeout_s=30)  # they import torch now
+    pids = descendants(service.process.pid)
+    service.process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
+    service.stop()
+
+
+def test_of_two_services_on_one_port_one_is_told_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    both = [RunningService(["--model", MODEL, "--port", str(port)]) for _ in range(2)]
+    wait_until(lambda: any(service.process.poll() is not None for service in both), timeout_s=30)
+    (loser,) = [service for service in both if service.process.poll() is not None]
+    (winner,) = [service for service in both if service is not loser]
+    assert (loser.stop(), f"port {port}" in loser.log[-1]) == (2, True)
+    assert winner.wait_ready().encode(GOOD).status_code == 200
+    assert winner.stop() == 0
 
 
 def test_sigterm_under_load_finishes_what_was_accepted() -> None:

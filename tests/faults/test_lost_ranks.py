@@ -151,6 +151,14 @@ def test_a_killed_torchrun_is_replaced(victim: Faulty) -> None:
     assert not set(old) & set(ranks_of(victim.service))
 
 
+def test_a_torchrun_killed_while_its_ranks_start_is_replaced() -> None:
+    service = RunningService(["--model", MODEL, "--tp", "2"])
+    wait_until(lambda: len(ranks_of(service)) == 2, timeout_s=30)
+    os.kill(torchrun_of(service), signal.SIGKILL)
+    assert service.wait_ready().encode(GOOD).status_code == 200
+    assert service.stop() == 0
+
+
 def test_an_idle_group_outlives_its_collective_timeout(victim: Faulty) -> None:
     before = ranks_of(victim.service)
     time.sleep(20)  # what the promise is about; the timeout is 5 s
@@ -192,6 +200,20 @@ def test_a_group_that_cannot_stay_up_ends_the_service_with_the_root_cause(tmp_pa
     service.stop()
     assert "injected" in service.log[-1]
     assert "2 times" in service.log[-1]
+
+
+def test_the_service_ends_when_its_last_group_is_given_up() -> None:
+    environ = {"TPVISION_PARALLEL__MAX_RESTARTS": "0"}
+    service = RunningService(["--model", MODEL, "--tp", "1", "--groups", "2"], environ).wait_ready()
+    wait_until(lambda: len(service.client.get("/v1/capacity").json()["ranks"]) == 2, timeout_s=30)
+    first, last = ranks_of(service)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: any("serve on without it" in line for line in service.log))
+    assert service.encode(GOOD).status_code == 200
+    os.kill(last, signal.SIGKILL)
+    assert service.process.wait(20) == 1
+    service.stop()
+    assert "root cause" in service.log[-1]
 
 
 def test_of_two_groups_the_other_keeps_serving(start_service: Callable[..., RunningService]) -> None:

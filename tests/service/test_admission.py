@@ -73,11 +73,11 @@ class Clock:
 
 
 def measured(clock: Clock, num_patches: int = 64, **limits: float) -> Admission:
-    """An admission that has seen 2 patch equivalents a second, all of the time."""
+    """An admission that has seen 2,000 patch equivalents a second, all of the time."""
     admission = Admission(num_patches, LimitSettings(**limits), clock)
-    with admission.admit([4], cost=4):
+    with admission.admit([4], cost=4000):
         clock.now += 2
-        admission.note_batch(cost=4, seconds=1)
+        admission.note_batch(cost=4000, seconds=1)
     clock.now += 1000  # what arrived is long forgotten
     return admission
 
@@ -91,52 +91,63 @@ def refusal(admission: Admission, cost: float) -> float:
 
 def test_a_long_queue_is_refused_at_the_measured_rate() -> None:
     admission = measured(Clock(), max_queue_s=10)
-    with admission.admit([4], cost=100):
+    with admission.admit([4], cost=100000):
         assert admission.expected_wait_s() == 50
-        assert refusal(admission, cost=4) >= 50
-    with admission.admit([4], cost=4):  # and the queue is empty again
-        assert admission.queued_cost == 4
+        assert refusal(admission, cost=4000) >= 50
+    with admission.admit([4], cost=4000):  # and the queue is empty again
+        assert admission.queued_cost == 4000
+
+
+def test_tiny_batches_tell_nothing_about_a_large_one() -> None:
+    clock = Clock()
+    admission = Admission(64, LimitSettings(), clock)
+    for _ in range(3):
+        with admission.admit([4], cost=4):
+            clock.now += 0.005
+            admission.note_batch(cost=4, seconds=0.005)
+    with admission.admit([4], cost=70_888), admission.admit([4], cost=4):  # 16,384 patches of K3
+        assert admission.expected_wait_s() < 1
 
 
 def test_those_who_are_refused_are_told_to_come_one_after_the_other() -> None:
     clock = Clock()
     admission = measured(clock, num_patches=4)
-    with admission.admit([4], cost=4):
+    with admission.admit([4], cost=4000):
         clock.now += 100
-        waits = [refusal(admission, cost=4) for _ in range(3)]
-    assert waits == [2, 4, 6]  # each behind the 4 in the queue and the 4 of each who was refused before
+        waits = [refusal(admission, cost=4000) for _ in range(3)]
+    assert waits == [2, 4, 6]  # each behind the 4,000 in the queue and the 4,000 of each who was refused before
 
 
 def test_a_promise_is_over_when_its_time_has_come() -> None:
     clock = Clock()
     admission = measured(clock, num_patches=4)
-    with admission.admit([4], cost=4):
+    with admission.admit([4], cost=4000):
         clock.now += 100
-        assert refusal(admission, cost=8) == 2
+        assert refusal(admission, cost=8000) == 2
         clock.now += 100
-        assert refusal(admission, cost=8) == 2
+        assert refusal(admission, cost=8000) == 2
 
 
 def test_while_more_arrives_than_is_done_returning_takes_longer() -> None:
     clock = Clock()
     admission = measured(clock, num_patches=4)
-    with admission.admit([4], cost=4):
-        for _ in range(100):  # 4 a second arrive, 2 are done
+    with admission.admit([4], cost=4000):
+        for _ in range(100):  # 4,000 a second arrive, 2,000 are done
             clock.now += 1
-            refusal(admission, cost=4)
+            refusal(admission, cost=4000)
             admission._promises.clear()
-        assert refusal(admission, cost=4) in (4, 5)  # twice the 2 s for what is queued
+        assert refusal(admission, cost=4000) in (4, 5)  # twice the 2 s for what is queued
 
 
 def test_idle_time_does_not_slow_the_measured_rate() -> None:
     clock = Clock()
     admission = measured(clock)
     clock.now += 50
-    with admission.admit([4], cost=4):
+    with admission.admit([4], cost=4000):
         clock.now += 2
-        admission.note_batch(cost=4, seconds=2)
+        admission.note_batch(cost=4000, seconds=2)
         assert admission.expected_wait_s() == pytest.approx(2)
-    assert admission.expected_batch_s(4) == pytest.approx(1.5, rel=0.1)
+    assert admission.expected_batch_s(4000) == pytest.approx(1.5, rel=0.1)
 
 
 def test_bytes_count_until_released() -> None:

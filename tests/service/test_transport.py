@@ -209,6 +209,29 @@ def test_strangers_are_turned_away_and_others_still_join(tmp_path: Path, frame: 
     asyncio.run(run())
 
 
+def test_a_file_at_the_path_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("precious")
+
+    async def run() -> None:
+        with pytest.raises(ControlSocketError, match="not a socket"):
+            await Listening(path).__aenter__()
+
+    asyncio.run(run())
+    assert path.read_text() == "precious"
+
+
+def test_a_rank_that_leaves_before_its_welcome_takes_nobodys_place(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(20), Listening(tmp_path / "s") as listening:
+            with socket.socket(socket.AF_UNIX) as hasty:
+                hasty.connect(str(listening.path))
+                hasty.sendall(wire.encode(hello(0)))
+            (await listening.join(hello(0, incarnation="second"))).close()
+
+    asyncio.run(run())
+
+
 def test_a_stale_path_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left_behind:

@@ -1,0 +1,173 @@
+"""One rank of a tensor-parallel group, from start to exit; settings come by environment, started by `tp.worker`.
+
+    start -> hello -> load -> ready -> serve -> exit
+
+Every rank owns a connection to the front-end and waits there for work; rank 0 alone writes results to the slab. A rank
+that fails says why, exits, and so takes its group down: the launcher starts a new one. It exits 0 only when told to
+stop. It never imports `service`.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from tp import wire
+from tp.attention import describe_kernel
+from tp.checkpoint import CheckpointError, fingerprint, read_vision_tensors
+from tp.control import EXIT_FRONT_END_GONE, ControlClient, RefusedError
+from tp.parallel import TPGroup
+from tp.process import resident_bytes
+from tp.runner import Runner
+from tp.settings import Settings, load_settings
+from tp.slab import Slab, SlabLayout
+from tp.spec import ITEMSIZE, SpecError, check_world_size, read_spec
+from tp.weights import TORCH_DTYPES
+
+log = logging.getLogger("tpvision.rank")
+
+_CONNECT_TIMEOUT_S = 60.0
+_PROGRESS_EVERY_S = 0.1
+
+
+class FatalStartError(RuntimeError):
+    """Starting again would end the same way; the launcher finds this name in the error file and gives up."""
+
+
+@record
+def main() -> None:
+    """The rank's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front-end, which drains
+    arguments = _parse_arguments()
+    settings = load_settings(environ=os.environ).settings
+    logging.basicConfig(level=settings.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    control = ControlClient.connect(arguments.socket, timeout_s=_CONNECT_TIMEOUT_S)
+    try:
+        slab, runner, group = _start(control, settings, arguments.group)
+        code = serve(control, slab, runner, settings.capacity.max_patches_per_image, writes=group.rank == 0)
+    except (SpecError, CheckpointError, RefusedError, FatalStartError) as error:
+        control.send_failure(str(error), is_fatal=True)
+        raise FatalStartError(str(error)) from error
+    except Exception as error:
+        control.send_failure(f"{type(error).__name__}: {error}", is_fatal=False)
+        raise
+    sys.stdout.flush()
+    os._exit(code)  # no interpreter shutdown: nothing of ours is left to clean, and torch's can hang
+
+
+def serve(control: ControlClient, slab: Slab, runner: Runner, max_patches: int, *, writes: bool) -> int:
+    """Encode batch after batch until told to stop; the exit status.
+
+    Every rank checks a batch before the first collective, so that a batch that one refuses starts on none.
+    """
+    while True:
+        message = control.receive()
+        if isinstance(message, wire.Stop):
+            return 0
+        if message is None:
+            return EXIT_FRONT_END_GONE
+        if not isinstance(message, wire.Batch):
+            raise wire.WireError(f"expected a batch, not {type(message).__name__}")
+        if message.num_patches > max_patches:
+            raise wire.WireError(f"a batch of {message.num_patches} patches is over the top tier of {max_patches}")
+        grids = [image.grid for image in message.images]
+        pixels = [slab.pixels(image.run) for image in message.images]
+        outputs = [slab.tokens(image.run, image.grid.num_tokens) for image in message.images]
+        report = runner.encode(grids, pixels, outputs if writes else None)
+        control.send(
+            wire.Done(
+                batch_id=message.batch_id,
+                non_finite=list(report.non_finite),
+                forward_s=report.forward_s,
+                all_gather_s=report.all_gather_s,
+            )
+        )
+
+
+def _start(control: ControlClient, settings: Settings, group_index: int) -> tuple[Slab, Runner, TPGroup]:
+    assert settings.model.path is not None, "the front-end resolves the model path"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    spec = read_spec(settings.model.path)
+    check_world_size(spec, world_size)
+    dtype = settings.compute_dtype(spec)
+    layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[dtype])
+    hello = wire.Hello(
+        group=group_index,
+        incarnation=os.environ["TORCHELASTIC_RUN_ID"],
+        rank=rank,
+        pid=os.getpid(),
+        contract=wire.contract_for(settings, spec, world_size),
+        weights_fingerprint=fingerprint(read_vision_tensors(settings.model.path, spec)),
+    )
+    slab = _join(control, hello, layout)
+    device = choose_device(settings)
+    if device.type == "cpu" and settings.parallel.threads is not None:
+        torch.set_num_threads(settings.parallel.threads)
+    group = TPGroup.from_environment(device, timeout_s=settings.collective_timeout_s)
+    runner = Runner.load(
+        settings.model.path,
+        spec,
+        dtype=dtype,
+        rms_norm_eps=settings.model.rms_norm_eps,
+        group=group,
+        on_progress=_report_progress(control),
+    )
+    runner.warm_up(settings.capacity.patch_capacities[0])
+    control.send(
+        wire.Ready(
+            device=str(device),
+            weights_bytes=runner.memory().weights_bytes,
+            slab_bytes=slab.layout.total_bytes,
+            resident_bytes=resident_bytes(),
+            device_free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+            attention=describe_kernel(device, TORCH_DTYPES[dtype], spec.head_dim),
+        )
+    )
+    return slab, runner, group
+
+
+def _join(control: ControlClient, hello: wire.Hello, layout: SlabLayout) -> Slab:
+    welcome, descriptor = control.greet(hello)
+    if welcome.slab_bytes != layout.total_bytes:
+        raise RefusedError(f"slab bytes: {layout.total_bytes} here, {welcome.slab_bytes} there")
+    control.watch()
+    return Slab.map(descriptor, layout)
+
+
+def choose_device(settings: Settings) -> torch.device:
+    """The device of this rank. Raises FatalStartError when CUDA is asked for and there are fewer GPUs than ranks."""
+    wanted, local_rank = settings.parallel.device, int(os.environ["LOCAL_RANK"])
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= local_rank:
+        raise FatalStartError(f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} visible")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _report_progress(control: ControlClient) -> Callable[[int, int], None]:
+    last = 0.0
+
+    def report(loaded_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if loaded_bytes == total_bytes or now - last > _PROGRESS_EVERY_S:
+            last = now
+            control.send(wire.Progress(loaded_bytes=loaded_bytes, total_bytes=total_bytes))
+
+    return report
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="One rank of a tpvision worker group; started by torchrun.")
+    parser.add_argument("--socket", type=Path, required=True, help="the front-end's control socket")
+    parser.add_argument("--group", type=int, required=True, help="which of the front-end's groups this is")
+    return parser.parse_args()
