@@ -19,7 +19,7 @@ from tp.slab import Run
 _AVERAGE_S = 10.0  # time constant of all averages
 _LONGEST_RETRY_S = 600
 _COST_FLOOR = 1024.0  # what a smaller batch takes is overhead, and tells nothing about a larger one
-_MAX_PRESSURE = 3.0
+_MAX_PRESSURE = 2.5
 
 
 class RowAllocator:
