@@ -129,7 +129,7 @@ class DecoderPool:
         """Start all processes and return when they are ready. Raises DecoderStartError, and leaves none then."""
         try:
             processes = await asyncio.gather(*(self._start_process() for _ in range(self._num_processes)))
-        except BaseException:
+        except BaseException:  # cancelled or failed, no process may be left behind
             await self.stop()
             raise
         self._seats = [asyncio.create_task(self._keep_seat(process)) for process in processes]

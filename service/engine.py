@@ -350,17 +350,15 @@ class Engine:
         self.counts.accepted += 1
         self._active_tasks.add(task)
         self._idle.clear()
+        is_gone = False
         try:
             yield
         except asyncio.CancelledError:
-            self.counts.client_gone += 1
+            is_gone = True
             raise
-        except BaseException:
-            self.counts.answered += 1
-            raise
-        else:
-            self.counts.answered += 1
         finally:
+            self.counts.client_gone += is_gone
+            self.counts.answered += not is_gone
             self._active_tasks.discard(task)
             if self.counts.in_flight == 0:
                 self._idle.set()
