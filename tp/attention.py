@@ -1,17 +1,21 @@
-"""Full attention inside each packed image, behind one function.
+"""Full attention inside each packed image, two ways: torch's fused kernels, and products over runs of queries.
 
-Shapes: q, k, v [N, H, d] with N packed patches, H heads of this rank, d the head size; scale 1 / sqrt(d).
-No back-end here forms an [n, n] matrix: one that would is refused, not fallen back to. Called by tp/model.py.
+Shapes: q, k, v [N, H, d] with N packed patches, H heads of this rank, d the head size; q comes scaled by 1 / sqrt(d).
+Neither way holds an [n, n] matrix of a large image: a kernel that would is refused, not fallen back to. Called by
+tp/kernels.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tp.memory import QUERY_RUN
 
 BACKENDS = {
     "cpu": [SDPBackend.FLASH_ATTENTION],  # any head size, float32 and half types
@@ -36,9 +40,26 @@ class Sequences:
         offsets = [0, *accumulate(lengths)]
         return cls(tuple(lengths), torch.tensor(offsets, dtype=torch.int32, device=device))
 
+    @property
+    def rows(self) -> list[slice]:
+        """Where each image lies among the packed rows."""
+        return [slice(stop - length, stop) for length, stop in zip(self.lengths, accumulate(self.lengths), strict=True)]
+
+
+class Products(Protocol):
+    """Matrix products on a CPU."""
+
+    def prepare(self, weight: Tensor, rows: int) -> Tensor:
+        """The weight [out, in] in the layout that products with `rows` rows want, for several of them."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+        ...
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-    """Attention of every patch to the patches of its own image: [N, H, d].
+    """Attention of every patch to the patches of its own image: [N, H, d], by torch's fused kernels.
 
     q's memory may be reused for the result. Raises AttentionError where only a materialising kernel would do.
     """
@@ -46,12 +67,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         return _varlen(q, k, v, sequences)
     if len(sequences.lengths) == 1:
         return _one_image(q, k, v)
-    first = 0
-    for length in sequences.lengths:
-        rows = slice(first, first + length)
+    for rows in sequences.rows:
         q[rows] = _one_image(q[rows], k[rows], v[rows])
-        first += length
     return q
+
+
+def attend_in_runs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, products: Products) -> Tensor:
+    """The same by matrix products: per image and head, the scores of QUERY_RUN queries at a time.
+
+    A large product runs nearer to a CPU's peak than the tiles of a fused kernel. Scores are rounded to q's dtype (as in
+    the published modelling code); the softmax is float32 inside and subtracts the maximum.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for rows in sequences.rows:
+        for head in range(q.shape[1]):
+            _one_head(q[rows, head], k[rows, head], v[rows, head], products, out=out[rows, head])
+    return out
+
+
+def _one_head(q: Tensor, k: Tensor, v: Tensor, products: Products, *, out: Tensor) -> None:
+    """Of [n, d] each; scores [run, n] live for one run at a time."""
+    keys, values = products.prepare(k, QUERY_RUN), products.prepare(v.t(), QUERY_RUN)
+    for run, result in zip(torch.split(q, QUERY_RUN), torch.split(out, QUERY_RUN), strict=True):
+        result.copy_(products.linear(_softmax_(products.linear(run, keys)), values))
+
+
+def _softmax_(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1, out=scores)
 
 
 def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -71,7 +113,7 @@ def _one_image(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, n, d] each, views
     try:
         with sdpa_kernel(BACKENDS[q.device.type]):
-            out = F.scaled_dot_product_attention(q, k, v)
+            out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
     except RuntimeError as error:
         if not str(error).startswith(("No available kernel", "No viable backend")):
             raise
@@ -96,6 +138,6 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (CUDA only)
 
     longest = max(sequences.lengths)
-    out = varlen_attn(q, k, v, sequences.cu_seqlens, sequences.cu_seqlens, longest, longest)
+    out = varlen_attn(q, k, v, sequences.cu_seqlens, sequences.cu_seqlens, longest, longest, scale=1.0)
     assert isinstance(out, Tensor)  # a tuple only when log-sum-exps are asked for
     return out

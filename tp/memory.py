@@ -15,6 +15,8 @@ from tp.checkpoint import MLP_UNIT, shard_range
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 
 ROW_CHUNK = 2048  # patches that a layer's scratch is sized for, as large matrix products want no more
+NARROW_RUN = 128  # patches that an elementwise step takes at a time, so that its float32 copies stay in a core's cache
+QUERY_RUN = 512  # queries whose scores attention on a CPU holds at a time
 
 Factor = tuple[int, str]  # a count and what it counts
 Rows = tuple["MemoryRow", ...]
@@ -110,15 +112,16 @@ class _Sizes:
         self.pixels = _row("pixels of the batch", self.patches, (spec.patch_bytes, "B"))
         self.residual = _row("residual stream", self.patches, self.hidden, self.size)
         rotation = _row("rotations", self.patches, (spec.head_dim // 2, "pairs"), (8, "B"))
-        statistics = _row("norm statistics and offsets", self.chunk, (16, "B"))
+        statistics = _row("norm statistics and offsets", self.patches, (16, "B"))
         self.held = (self.pixels, self.residual, rotation, statistics)
+        self.attended = _row("attention output", self.patches, (self.width, "channels"), self.size)
         self.all_qkv = _row("q, k and v", self.patches, (3 * self.width, "channels"), self.size)
         rows = (4 * self.share_tokens, "patches of a share")
         self.partial = _row("partial sums", (world_size, "shares"), rows, self.hidden, self.size)
         self.share = _row("residual stream of the share", rows, self.hidden, self.size)
 
     def steps(self) -> tuple[Rows, ...]:
-        block = (self.qkv(), self.rotate(), self.attention(), self.wo(), self.mlp())
+        block = (self.qkv(), self.rotate(), self.attention(), self.fused_attention(), self.wo(), self.mlp())
         return (self.embed(), *block, self.scatter(), self.project(), self.gather())
 
     def embed(self) -> Rows:
@@ -143,14 +146,27 @@ class _Sizes:
         )
 
     def qkv(self) -> Rows:
-        product = _row("q, k and v of a run", self.chunk, (3 * self.width, "channels"), self.size)
-        return (*self.held, self.all_qkv, *self._normed(self.chunk, self.hidden, product))
+        return (*self.held, *self._normed(self.patches, self.hidden, self.all_qkv))
 
     def rotate(self) -> Rows:
-        turned = _row("q and k of a run in float32", self.chunk, (2 * self.width, "channels"), (4, "B"))
-        return (*self.held, self.all_qkv, *((turned,) if self.is_half else ()))
+        run = (min(self.patches[0], NARROW_RUN), "patches at a time")
+        turns = _row("turns of a run, scaled", run, (self.spec.head_dim // 2, "pairs"), (8, "B"))
+        turned = _row("q or k of a run in float32", run, (self.width, "channels"), (4, "B"))
+        return (*self.held, self.all_qkv, turns, *((turned,) if self.is_half else ()))
 
     def attention(self) -> Rows:
+        head = (self.spec.head_dim, "of a head")
+        run = (min(self.patches[0], QUERY_RUN), "queries at a time")
+        return (
+            *self.held,
+            self.all_qkv,
+            self.attended,
+            _row("keys and values of a head, one as it was", (3, "times"), self.patches, head, self.size),
+            _row("scores", run, self.patches, self.size),
+            _row("attention output of a run", run, head, self.size),
+        )
+
+    def fused_attention(self) -> Rows:
         spec = self.spec
         heads = spec.num_heads // self.world_size
         # Tiles of 256 queries by 512 keys, a run of output and the sums, in float32; probabilities again in half types.
@@ -159,15 +175,14 @@ class _Sizes:
         return (
             *self.held,
             self.all_qkv,
-            _row("attention output", self.patches, (self.width, "channels"), self.size),
+            self.attended,
             _row("log-sum-exps", self.patches, (heads, "heads"), (4, "B")),
             _row("attention tiles", (self.threads, "threads"), (tile, "B")),
             *((packed,) if self.is_half else ()),
         )
 
     def wo(self) -> Rows:
-        product = _row("product of a run", self.chunk, self.hidden, self.size)
-        return (*self.held, self.all_qkv, self.partial, product)
+        return (*self.held, self.all_qkv, self.partial)
 
     def mlp(self) -> Rows:
         columns = _row("MLP columns before and after GELU", (2, "times"), self.chunk, self.mlp_columns, self.size)
@@ -200,8 +215,9 @@ class _Sizes:
         return _row("tokens of the share", (self.share_tokens, "tokens"), text, self.size)
 
     def _normed(self, rows: Factor, width: Factor, *then: MemoryRow) -> Rows:
-        """A norm's own scratch (RMSNorm's float32 copies), or its result and what comes `then`."""
+        """A norm's own scratch (RMSNorm's float32 copies of a run), or its result and what comes `then`."""
         result = _row("normed rows", rows, width, self.size)
-        inner = _row("rows normed in float32", (3 if self.is_half else 2, "times"), rows, width, (4, "B"))
+        run = (min(rows[0], NARROW_RUN), rows[1])
+        inner = _row("rows normed in float32", (3 if self.is_half else 2, "times"), run, width, (4, "B"))
         during = (result, inner) if self.spec.norm == "rmsnorm" else (result,)
         return max(during, (result, *then), key=total_bytes)

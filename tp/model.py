@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from tp.attention import Sequences, attend
+from tp.attention import Sequences
 from tp.checkpoint import MLP_UNIT
-from tp.memory import ROW_CHUNK
+from tp.kernels import STOCK, Gelu, Kernels
+from tp.memory import NARROW_RUN, ROW_CHUNK
 from tp.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -37,15 +38,17 @@ RMS_NORM_EPS = 2.0**-23  # what the reference does on current torch, in every dt
 class MoonViT(nn.Module):
     """Patch embedding, blocks, final norm, 2 x 2 merge, projector."""
 
-    def __init__(self, spec: EncoderSpec, group: TPGroup, *, rms_norm_eps: float = RMS_NORM_EPS) -> None:
+    def __init__(
+        self, spec: EncoderSpec, group: TPGroup, *, rms_norm_eps: float = RMS_NORM_EPS, kernels: Kernels = STOCK
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.group = group
-        self.patch_embed = Linear(spec.patch_bytes, spec.hidden_size, bias=spec.has_bias)
+        self.patch_embed = Linear(spec.patch_bytes, spec.hidden_size, bias=spec.has_bias, kernels=kernels)
         self.pos_emb = empty_parameter(spec.pos_emb_height, spec.pos_emb_width, spec.hidden_size)
-        self.blocks = nn.ModuleList(Block(spec, group, rms_norm_eps) for _ in range(spec.num_layers))
+        self.blocks = nn.ModuleList(Block(spec, group, rms_norm_eps, kernels) for _ in range(spec.num_layers))
         self.final_norm = _tower_norm(spec, rms_norm_eps)
-        self.projector = Projector(spec)
+        self.projector = Projector(spec, kernels)
 
     @torch.inference_mode()
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -93,26 +96,28 @@ class MoonViT(nn.Module):
 class Block(nn.Module):
     """x += wo(attention(norm0(x))); x += fc1(gelu(fc0(norm1(x)))), heads and MLP columns split over ranks."""
 
-    def __init__(self, spec: EncoderSpec, group: TPGroup, rms_norm_eps: float) -> None:
+    def __init__(self, spec: EncoderSpec, group: TPGroup, rms_norm_eps: float, kernels: Kernels) -> None:
         super().__init__()
         hidden, width, mlp, bias = spec.hidden_size, spec.qkv_size, spec.mlp_size, spec.has_bias
         self.head_dim = spec.head_dim
+        self._kernels = kernels
         self.norm0 = _tower_norm(spec, rms_norm_eps)
-        self.qkv = ColumnParallelLinear(hidden, 3 * width, parts=3, unit=spec.head_dim, group=group, bias=bias)
-        self.wo = RowParallelLinear(width, hidden, unit=spec.head_dim, group=group, bias=bias)
+        self.qkv = ColumnParallelLinear(
+            hidden, 3 * width, parts=3, unit=spec.head_dim, group=group, kernels=kernels, bias=bias
+        )
+        self.wo = RowParallelLinear(width, hidden, unit=spec.head_dim, group=group, kernels=kernels, bias=bias)
         self.norm1 = _tower_norm(spec, rms_norm_eps)
-        self.fc0 = ColumnParallelLinear(hidden, mlp, unit=MLP_UNIT, group=group, bias=bias)
-        self.fc1 = RowParallelLinear(mlp, hidden, unit=MLP_UNIT, group=group, bias=bias)
+        self.fc0 = ColumnParallelLinear(hidden, mlp, unit=MLP_UNIT, group=group, kernels=kernels, bias=bias)
+        self.fc1 = RowParallelLinear(mlp, hidden, unit=MLP_UNIT, group=group, kernels=kernels, bias=bias)
 
     def forward(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> None:
         """Run the block on x [N, D], in place."""
         self.add_attention_(x, sequences, rotation)
-        x += self.fc1.reduce_(by_rows(self._mlp, x, out=torch.empty_like(x)))
+        x += self.fc1.reduce_(by_rows(self._mlp, x))
 
     def add_attention_(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> None:
         """x += wo(attention(norm0(x))), in place on x [N, D]; rotation [N, d / 2]."""
-        out = self._attention(x, sequences, rotation)  # [N, Q]
-        x += self.wo.reduce_(by_rows(self.wo.partial, out, out=torch.empty_like(x)))
+        x += self.wo.reduce_(self.wo.partial(self._attention(x, sequences, rotation)))
 
     def add_mlp_to_share(self, x: Tensor, shares: Sequence[TokenShare], rank: int) -> Tensor:
         """x + mlp(x) for the rows of this rank's share only: [N, D] -> [rows of the share, D].
@@ -120,41 +125,40 @@ class Block(nn.Module):
         The sum over ranks is scattered by share instead of given to all; shares are padded to the longest with zeros.
         """
         partials = x.new_zeros(len(shares), max(share.num_rows for share in shares), x.shape[1])  # [W, R, D]
-        for share, partial in zip(shares, partials, strict=True):
-            by_rows(self._mlp, x[share.rows], out=partial[: share.num_rows])
+        for share, out in zip(shares, partials, strict=True):
+            by_rows(self._mlp, x[share.rows], out=out[: share.num_rows])
         y = self.fc1.reduce_scatter(partials)[: shares[rank].num_rows]
         y += x[shares[rank].rows]
         return y
 
     def _attention(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> Tensor:
-        qkv = x.new_empty(x.shape[0], self.qkv.weight.shape[0])  # [N, 3 Q]
-        by_rows(lambda rows: self.qkv(self.norm0(rows)), x, out=qkv)
-        heads = qkv.view(x.shape[0], 3, -1, self.head_dim)  # [N, 3, H, d]
-        rotate_(heads[:, :2], rotation)
-        q, k, v = heads.unbind(1)
-        return attend(q, k, v, sequences).flatten(1)  # [N, H, d] -> [N, Q]
+        qkv = self.qkv(self.norm0(x))  # [N, 3 Q]
+        q, k, v = qkv.view(x.shape[0], 3, -1, self.head_dim).unbind(1)  # [N, H, d] each
+        rotate_(q, rotation, scale=self.head_dim**-0.5)
+        rotate_(k, rotation)
+        return self._kernels.attend(q, k, v, sequences).flatten(1)  # [N, H, d] -> [N, Q]
 
     def _mlp(self, rows: Tensor) -> Tensor:
-        return self.fc1.partial(F.gelu(self.fc0(self.norm1(rows)), approximate="tanh"))
+        return self.fc1.partial(self.fc0(self.norm1(rows), gelu="tanh"))
 
 
 class Projector(nn.Module):
     """The 4 patches of a merged token, side by side, through two linears with an exact GELU between them."""
 
-    def __init__(self, spec: EncoderSpec) -> None:
+    def __init__(self, spec: EncoderSpec, kernels: Kernels) -> None:
         super().__init__()
         hidden, merged = spec.hidden_size, 4 * spec.hidden_size
         self.is_pre_norm = spec.projector == "pre_norm"
         self.norm = Norm(spec, hidden if self.is_pre_norm else spec.text_hidden_size, spec.projector_norm_eps)
-        self.fc0 = Linear(merged, merged, bias=spec.has_bias)
-        self.fc1 = Linear(merged, spec.text_hidden_size, bias=spec.has_bias)
+        self.fc0 = Linear(merged, merged, bias=spec.has_bias, kernels=kernels)
+        self.fc1 = Linear(merged, spec.text_hidden_size, bias=spec.has_bias, kernels=kernels)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[S, 4 D] -> [S, text hidden]; the norm is over each patch before, or over the token after."""
         if self.is_pre_norm:
             patches: Tensor = self.norm(tokens.view(tokens.shape[0], 4, -1))
             tokens = patches.flatten(1)
-        tokens = self.fc1(F.gelu(self.fc0(tokens)))
+        tokens = self.fc1(self.fc0(tokens, gelu="none"))
         return tokens if self.is_pre_norm else self.norm(tokens)
 
 
@@ -174,28 +178,37 @@ class Norm(nn.Module):
             return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
         if x.is_cuda:  # one fused kernel
             return F.rms_norm(x, shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), shape, self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight.float()
+        return by_rows(lambda rows: F.rms_norm(rows.float(), shape, weight, self.eps), x, rows=NARROW_RUN)
 
 
 class Linear(nn.Module):
     """y = x W^T + b, whole on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, kernels: Kernels) -> None:
         super().__init__()
+        self._kernels = kernels
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, gelu: Gelu | None = None) -> Tensor:
+        """[..., in] -> [..., out], with a GELU after it where one is named."""
+        return self._kernels.linear(x, self.weight, self.bias, gelu=gelu)
 
 
 def _tower_norm(spec: EncoderSpec, rms_norm_eps: float) -> Norm:
     return Norm(spec, spec.hidden_size, rms_norm_eps if spec.norm == "rmsnorm" else TOWER_LAYER_NORM_EPS)
 
 
-def by_rows(function: Callable[[Tensor], Tensor], x: Tensor, *, out: Tensor, rows: int = ROW_CHUNK) -> Tensor:
-    """out[i] = function(x)[i] for a function that treats rows alike, at most `rows` of them at a time; returns out."""
+def by_rows(
+    function: Callable[[Tensor], Tensor], x: Tensor, *, out: Tensor | None = None, rows: int = ROW_CHUNK
+) -> Tensor:
+    """out[i] = function(x)[i] for a function that treats rows alike, at most `rows` of them at a time; returns out.
+
+    Without `out`, the result is like x.
+    """
+    if out is None:
+        out = torch.empty_like(x)
     for first in range(0, x.shape[0], rows):
         out[first : first + rows] = function(x[first : first + rows])
     return out

@@ -14,9 +14,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from tp.checkpoint import shard_range
+from tp.kernels import STOCK, Gelu, Kernels
 from tp.spec import Grid
 
 
@@ -104,9 +104,18 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, group: TPGroup, unit: int, bias: bool, parts: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: TPGroup,
+        kernels: Kernels = STOCK,
+        unit: int,
+        bias: bool,
+        parts: int = 1,
     ) -> None:
         super().__init__()
+        self._kernels = kernels
         height = out_features // parts
         start, stop = shard_range(height, unit=unit, rank=group.rank, world_size=group.world_size)
         self._shard = Shard(0, tuple((part * height + start, part * height + stop) for part in range(parts)))
@@ -118,17 +127,20 @@ class ColumnParallelLinear(nn.Module):
         del parameter  # both are split alike
         return self._shard
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, in] -> [N, out of this rank]."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, gelu: Gelu | None = None) -> Tensor:
+        """[N, in] -> [N, out of this rank], with a GELU after it where one is named."""
+        return self._kernels.linear(x, self.weight, self.bias, gelu=gelu)
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with the columns of W split over ranks: partial products are summed, the bias is added once."""
 
-    def __init__(self, in_features: int, out_features: int, *, group: TPGroup, unit: int, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, group: TPGroup, kernels: Kernels = STOCK, unit: int, bias: bool
+    ) -> None:
         super().__init__()
         self._group = group
+        self._kernels = kernels
         self._shard = Shard(1, (shard_range(in_features, unit=unit, rank=group.rank, world_size=group.world_size),))
         self.weight = empty_parameter(out_features, self._shard.size)
         self.bias = empty_parameter(out_features) if bias else None
@@ -139,7 +151,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """[N, in of this rank] -> [N, out], to be summed over ranks by one of the two below."""
-        return F.linear(x, self.weight)
+        return self._kernels.linear(x, self.weight)
 
     def reduce_(self, partial: Tensor) -> Tensor:
         """The sum over ranks plus the bias, in place: [N, out] on every rank."""

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tp.memory import ROW_CHUNK
+from tp.memory import NARROW_RUN, ROW_CHUNK
 from tp.spec import ROPE_THETA, Grid
 
 Interpolation = Literal["bilinear", "bicubic"]
@@ -103,16 +103,16 @@ def _turns(size: int, frequencies: Tensor) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate_(x: Tensor, rotation: Tensor) -> None:
-    """Turn neighbouring channel pairs (2j, 2j + 1) of x [N, ..., d] by rotation [N, d / 2], in place.
+def rotate_(x: Tensor, rotation: Tensor, *, scale: float = 1.0) -> None:
+    """Turn neighbouring channel pairs (2j, 2j + 1) of x [N, ..., d] by rotation [N, d / 2], times scale, in place.
 
-    Products are float32 whatever x's dtype, a run of rows at a time.
+    Products are float32 whatever x's dtype and rounded once, a run of rows at a time.
     """
     middle = (1,) * (x.ndim - 2)
-    for first in range(0, x.shape[0], ROW_CHUNK):
-        rows = x[first : first + ROW_CHUNK]
+    for first in range(0, x.shape[0], NARROW_RUN):
+        rows = x[first : first + NARROW_RUN]
         turned = rows.float()  # rows themselves when they are float32
-        turn = rotation[first : first + ROW_CHUNK]
+        turn = scale * rotation[first : first + NARROW_RUN]
         torch.view_as_complex(turned.view(*turned.shape[:-1], -1, 2)).mul_(turn.view(turn.shape[0], *middle, -1))
         if turned is not rows:
             rows.copy_(turned)

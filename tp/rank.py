@@ -20,7 +20,6 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from tp import wire
-from tp.attention import describe_kernel
 from tp.checkpoint import CheckpointError, fingerprint, read_vision_tensors
 from tp.control import EXIT_FRONT_END_GONE, ControlClient, RefusedError
 from tp.parallel import TPGroup
@@ -29,7 +28,6 @@ from tp.runner import Runner
 from tp.settings import Settings, load_settings
 from tp.slab import Slab, SlabLayout
 from tp.spec import ITEMSIZE, SpecError, check_world_size, read_spec
-from tp.weights import TORCH_DTYPES
 
 log = logging.getLogger("tpvision.rank")
 
@@ -127,7 +125,7 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
             slab_bytes=slab.layout.total_bytes,
             resident_bytes=resident_bytes(),
             device_free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
-            attention=describe_kernel(device, TORCH_DTYPES[dtype], spec.head_dim),
+            attention=runner.describe_attention(),
         )
     )
     return slab, runner, group

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tp.checkpoint import check_tensors, fingerprint, read_vision_tensors
+from tp.kernels import Kernels, choose_kernels
 from tp.model import RMS_NORM_EPS, MoonViT
 from tp.parallel import TPGroup
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec, Grid
@@ -48,11 +49,12 @@ class RankMemory:
 class Runner:
     """A loaded encoder shard. `fingerprint` identifies the checkpoint's weights and is the same on every rank."""
 
-    def __init__(self, model: MoonViT, *, dtype: Dtype, fingerprint: str) -> None:
+    def __init__(self, model: MoonViT, kernels: Kernels, *, dtype: Dtype, fingerprint: str) -> None:
         self.spec = model.spec
         self.dtype = dtype
         self.fingerprint = fingerprint
         self._model = model
+        self._kernels = kernels
         self._group = model.group
 
     @classmethod
@@ -64,14 +66,19 @@ class Runner:
         dtype: Dtype,
         group: TPGroup,
         rms_norm_eps: float = RMS_NORM_EPS,
+        kernels: Kernels | None = None,
         on_progress: Progress | None = None,
     ) -> "Runner":
-        """Load this rank's shard, computing in `dtype`. Raises CheckpointError naming the tensor or file at fault."""
+        """Load this rank's shard, computing in `dtype` with `kernels`, by default the fastest that work here.
+
+        Raises CheckpointError naming the tensor or file at fault.
+        """
         table = read_vision_tensors(model_dir, spec)
         check_tensors(spec, table)
-        model = MoonViT(spec, group, rms_norm_eps=rms_norm_eps)
+        kernels = kernels or choose_kernels(group.device, TORCH_DTYPES[dtype])
+        model = MoonViT(spec, group, rms_norm_eps=rms_norm_eps, kernels=kernels)
         load_weights(model, table, dtype=TORCH_DTYPES[dtype], on_progress=on_progress)
-        return cls(model, dtype=dtype, fingerprint=fingerprint(table))
+        return cls(model, kernels, dtype=dtype, fingerprint=fingerprint(table))
 
     @torch.inference_mode()
     def encode(
@@ -105,6 +112,10 @@ class Runner:
         weights = sum(parameter.numel() * parameter.itemsize for parameter in self._model.parameters())
         device = self._group.device
         return RankMemory(weights, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
+
+    def describe_attention(self) -> str:
+        """Which attention kernel the rank uses, in words for a person."""
+        return self._kernels.describe(self._group.device, TORCH_DTYPES[self.dtype], self.spec.head_dim)
 
     def _check(self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None) -> None:
         if not grids or len(pixels) != len(grids) or (outputs is not None and len(outputs) != len(grids)):
