@@ -15,6 +15,7 @@ from service.admission import Rows
 from service.errors import EncodeFailed, NonFiniteOutput
 from service.geometry import ImagePlan
 from tp import wire
+from tp.modes import Mode
 
 MAX_LOSSES = 2  # an entry in flight at this many group losses is given up as poison
 
@@ -54,14 +55,20 @@ class PackedBatch:
     entries: Sequence[Entry]
 
     @property
+    def costs(self) -> list[float]:
+        """Patch equivalents of each image."""
+        return [entry.cost for entry in self.entries]
+
+    @property
     def cost(self) -> float:
         """Patch equivalents of the whole batch."""
-        return sum(entry.cost for entry in self.entries)
+        return sum(self.costs)
 
-    def as_message(self) -> wire.Batch:
+    def as_message(self, mode: Mode = "tp") -> wire.Batch:
         """What the ranks are told."""
         return wire.Batch(
             batch_id=self.batch_id,
+            mode=mode,
             images=[
                 wire.BatchImage(
                     start=entry.rows.run.start, t=entry.plan.grid.t, h=entry.plan.grid.h, w=entry.plan.grid.w
@@ -120,7 +127,7 @@ class Batcher:
         """Answer every entry of a finished batch. Times are the slowest rank's."""
         forward_s = max(reply.forward_s for reply in replies)
         all_gather_s = max(reply.all_gather_s for reply in replies)
-        non_finite = set(replies[0].non_finite)
+        non_finite = {index for reply in replies for index in reply.non_finite}
         for index, entry in enumerate(batch.entries):
             if entry.is_wanted and index in non_finite:
                 entry.future.set_exception(NonFiniteOutput("the embedding of this image holds NaN or infinity"))

@@ -23,6 +23,7 @@ from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceEr
 from service.geometry import ImagePlan, plan_image
 from service.groups import WorkerGroups
 from service.header import ImageHeader
+from service.modes import ModeChooser
 from service.plan import plan_capacity, sentences
 from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import GroupLost, WorkerGroup
@@ -98,6 +99,7 @@ class Engine:
         self.ready = asyncio.Event()  # a group was ready at least once
         self._on_progress = on_progress
         self._batcher = Batcher(settings.capacity.max_patches_per_image)
+        self._modes = ModeChooser(spec, settings.parallel.tensor)
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -205,9 +207,10 @@ class Engine:
                 continue
             started = time.monotonic()
             timeout_s = self._batch_timeout_s(batch)
+            choice = self._modes.choose(batch.costs)
             try:
                 async with asyncio.timeout(timeout_s):
-                    replies = await group.encode(batch.as_message())
+                    replies = await group.encode(batch.as_message(choice.mode))
             except (GroupLost, TimeoutError) as error:
                 group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs")
                 if batch.entries[0].num_losses + 1 >= MAX_LOSSES:
@@ -217,6 +220,7 @@ class Engine:
                 return
             self._groups.note_work()
             self.admission.note_batch(batch.cost, time.monotonic() - started)
+            self._modes.note(choice.mode, batch.costs, max(reply.forward_s + reply.all_gather_s for reply in replies))
             self._batcher.settle(batch, replies)
 
     async def start(self) -> None:
@@ -323,6 +327,7 @@ class Engine:
                 *(group.index, number, ready.device, self.plan.weights_bytes, ready.weights_bytes),
                 *(self.plan.slab_bytes, ready.slab_bytes, self.plan.scratch_bytes, ready.resident_bytes),
             )
+        self._modes.learn(group.readiness[0].timings)
         self.ready.set()
         device = group.readiness[0].device.partition(":")[0]
         for _ in range(_BATCHES_IN_FLIGHT[device]):

@@ -193,7 +193,10 @@ def plan_capacity(spec: EncoderSpec, settings: Settings, *, threads: int | None 
         slab_bytes=_slab_of(spec, settings, capacity.max_patches_per_image).total_bytes,
         slab=arena_rows(spec, num_patches=settings.slab_patches, dtype=dtype),
         weights=_most(
-            [weight_rows(spec, world_size=parallel.tensor, dtype=dtype, rank=rank) for rank in range(parallel.tensor)]
+            [
+                weight_rows(spec, world_size=parallel.tensor, dtype=dtype, rank=rank, resident=parallel.resident)
+                for rank in range(parallel.tensor)
+            ]
         ),
         scratch=scratch(capacity.max_patches_per_image),
     )
@@ -215,7 +218,8 @@ def render(plan: CapacityPlan) -> RenderableType:
 
 def _scratch_of(spec: EncoderSpec, settings: Settings, threads: int) -> Callable[[int], tuple[MemoryRow, ...]]:
     """Patches -> scratch of the rank that needs most."""
-    world_size, dtype = settings.parallel.tensor, settings.compute_dtype(spec)
+    dtype = settings.compute_dtype(spec)
+    world_size = 1 if settings.parallel.resident == "full" else settings.parallel.tensor  # a rank may encode alone
 
     def scratch(num_patches: int) -> tuple[MemoryRow, ...]:
         return _most(

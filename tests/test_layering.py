@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACT = {"tp.spec", "tp.wire", "tp.slab", "tp.settings", "tp.memory", "tp.process", "tp.checkpoint"}
+CONTRACT = {"tp.spec", "tp.modes", "tp.wire", "tp.slab", "tp.settings", "tp.memory", "tp.process", "tp.checkpoint"}
 WORKER_ONLY = {"torch", "safetensors.torch"}
 
 

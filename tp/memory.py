@@ -10,6 +10,7 @@ NCCL's and cuBLAS' workspaces and the allocator's rounding.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from tp.checkpoint import MLP_UNIT, shard_range
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec
@@ -36,8 +37,13 @@ def total_bytes(rows: Rows) -> int:
     return sum(row.num_bytes for row in rows)
 
 
-def weight_rows(spec: EncoderSpec, *, world_size: int, dtype: Dtype, rank: int = 0) -> Rows:
-    """The weights that `rank` of `world_size` holds. Ranks differ where MLP columns do not divide evenly."""
+def weight_rows(
+    spec: EncoderSpec, *, world_size: int, dtype: Dtype, rank: int = 0, resident: Literal["shard", "full"] = "shard"
+) -> Rows:
+    """The weights that `rank` of `world_size` holds. Ranks differ where MLP columns do not divide evenly.
+
+    A rank that holds them in full also has copies of what tensor-parallel mode does not find in one run.
+    """
     size: Factor = (ITEMSIZE[dtype], "B")
     layers: Factor = (spec.num_layers, "layers")
     bias = int(spec.has_bias)
@@ -45,6 +51,13 @@ def weight_rows(spec: EncoderSpec, *, world_size: int, dtype: Dtype, rank: int =
     hidden, width, merged = spec.hidden_size, spec.qkv_size // world_size, 4 * spec.hidden_size
     mlp = _mlp_columns(spec, rank, world_size)
     projector_norm = hidden if spec.projector == "pre_norm" else spec.text_hidden_size
+    if resident == "full" and world_size > 1:
+        return (
+            *weight_rows(spec, world_size=1, dtype=dtype),
+            _row("copied wqkv shard", layers, (3 * width, "rows"), (hidden + bias, "columns"), size),
+            _row("copied wo shard", layers, (hidden, "rows"), (width, "columns"), size),
+            _row("copied fc1 shard", layers, (hidden, "rows"), (mlp, "columns"), size),
+        )
     return (
         _row("patch embedding", (hidden, "rows"), (spec.patch_bytes + bias, "columns"), size),
         _row("position table", (spec.pos_emb_height, "rows"), (spec.pos_emb_width, "columns"), (hidden, "wide"), size),

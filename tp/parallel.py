@@ -5,28 +5,74 @@ Column-parallel layers own rows of the weight (columns of its product), row-para
 over ranks (Megatron-LM's scheme, https://arxiv.org/abs/1909.08053). Called by tp/model.py; started by tp/worker.py.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tp.checkpoint import shard_range
+from tp.exchange import ExchangeError, SharedMemoryExchange
 from tp.kernels import STOCK, Gelu, Kernels
 from tp.spec import Grid
+
+log = logging.getLogger("tpvision.parallel")
+
+Exchange = Literal["auto", "gloo", "shared_memory"]
+
+
+class Collectives(Protocol):
+    """What tensor parallelism asks of a group of more than one rank."""
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place; returns x."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[W, R, ...] -> [R, ...]: the sum over ranks of this rank's piece."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[S, ...] -> [W * S, ...]: every rank's piece, in rank order."""
+        ...
+
+
+class ProcessGroupCollectives:
+    """Through torch.distributed's default group: gloo or NCCL."""
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place; returns x."""
+        dist.all_reduce(x)
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[W, R, ...] -> [R, ...]: the sum over ranks of this rank's piece."""
+        out = torch.empty_like(x[0])
+        dist.reduce_scatter_single(out, x.flatten(0, 1))
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[S, ...] -> [W * S, ...]: every rank's piece, in rank order."""
+        out = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_single(out, x)
+        return out
 
 
 class TPGroup:
     """The ranks that share one encoder, and their three collectives. World size 1 needs no process group."""
 
-    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, device: torch.device, collectives: Collectives | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self._collectives = collectives or ProcessGroupCollectives()
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -34,21 +80,26 @@ class TPGroup:
         return cls(rank=0, world_size=1, device=torch.device(device))
 
     @classmethod
-    def from_environment(cls, device: torch.device, *, timeout_s: float) -> Self:
-        """Join the group that torchrun's environment describes: gloo on CPU, NCCL on CUDA.
+    def from_environment(cls, device: torch.device, *, timeout_s: float, exchange: Exchange = "auto") -> Self:
+        """Join the group that torchrun's environment describes: NCCL on CUDA; gloo or shared memory on CPU.
 
-        `timeout_s` bounds the rendezvous and every collective; a peer that hangs is noticed after it.
+        `timeout_s` bounds the rendezvous and every collective; a peer that hangs is noticed after it. Raises
+        ExchangeError where shared memory is asked for and cannot be had.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if world_size > 1:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
-            )
-        return cls(rank=rank, world_size=world_size, device=device)
+        if world_size == 1:
+            return cls(rank=rank, world_size=world_size, device=device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        collectives = None
+        if device.type == "cpu" and exchange != "gloo":
+            collectives = _share_memory(rank, world_size, timeout_s, is_needed=exchange == "shared_memory")
+        return cls(rank=rank, world_size=world_size, device=device, collectives=collectives)
 
     def close(self) -> None:
         """Leave the group; a second call does nothing."""
@@ -61,27 +112,35 @@ class TPGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def describe_collectives(self) -> str:
+        """What carries the collectives, in words for a person."""
+        if self.world_size == 1:
+            return "none"
+        if isinstance(self._collectives, SharedMemoryExchange):
+            return "shared memory"
+        return str(dist.get_backend())
+
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place; returns x."""
-        if self.world_size > 1:
-            dist.all_reduce(x)
-        return x
+        return x if self.world_size == 1 else self._collectives.all_reduce_(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[W, R, ...] -> [R, ...]: the sum over ranks of this rank's piece."""
-        if self.world_size == 1:
-            return x[0]
-        out = torch.empty_like(x[0])
-        dist.reduce_scatter_single(out, x.flatten(0, 1))
-        return out
+        return x[0] if self.world_size == 1 else self._collectives.reduce_scatter(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[S, ...] -> [W * S, ...]: every rank's piece, in rank order."""
-        if self.world_size == 1:
-            return x
-        out = x.new_empty(self.world_size * x.shape[0], *x.shape[1:])
-        dist.all_gather_single(out, x)
-        return out
+        return x if self.world_size == 1 else self._collectives.all_gather(x)
+
+
+def _share_memory(rank: int, world_size: int, timeout_s: float, *, is_needed: bool) -> Collectives | None:
+    try:
+        return SharedMemoryExchange.join(rank=rank, world_size=world_size, timeout_s=timeout_s)
+    except ExchangeError as error:
+        if is_needed:
+            raise
+        log.info("ranks cannot share memory, gloo carries the collectives: %s", error)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
     start -> hello -> load -> ready -> serve -> exit
 
-Every rank owns a connection to the front-end and waits there for work; rank 0 alone writes results to the slab. A rank
-that fails says why, exits, and so takes its group down: the launcher starts a new one. It exits 0 only when told to
-stop. It never imports `service`.
+Every rank owns a connection to the front-end and waits there for work; rank 0 writes results to the slab, or in
+data-parallel mode each rank its own. A rank that fails says why, exits, and so takes its group down: the launcher
+starts a new one. It exits 0 only when told to stop. It never imports `service`.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tp import wire
 from tp.checkpoint import CheckpointError, fingerprint, read_vision_tensors
 from tp.control import EXIT_FRONT_END_GONE, ControlClient, RefusedError
+from tp.exchange import ExchangeError
+from tp.modes import assign_images
 from tp.parallel import TPGroup
 from tp.process import resident_bytes
 from tp.runner import Runner
@@ -49,8 +51,8 @@ def main() -> None:
     control = ControlClient.connect(arguments.socket, timeout_s=_CONNECT_TIMEOUT_S)
     try:
         slab, runner, group = _start(control, settings, arguments.group)
-        code = serve(control, slab, runner, settings.capacity.max_patches_per_image, writes=group.rank == 0)
-    except (SpecError, CheckpointError, RefusedError, FatalStartError) as error:
+        code = serve(control, slab, runner, group, settings.capacity.max_patches_per_image)
+    except (SpecError, CheckpointError, ExchangeError, RefusedError, FatalStartError) as error:
         control.send_failure(str(error), is_fatal=True)
         raise FatalStartError(str(error)) from error
     except Exception as error:
@@ -60,7 +62,7 @@ def main() -> None:
     os._exit(code)  # no interpreter shutdown: nothing of ours is left to clean, and torch's can hang
 
 
-def serve(control: ControlClient, slab: Slab, runner: Runner, max_patches: int, *, writes: bool) -> int:
+def serve(control: ControlClient, slab: Slab, runner: Runner, group: TPGroup, max_patches: int) -> int:
     """Encode batch after batch until told to stop; the exit status.
 
     Every rank checks a batch before the first collective, so that a batch that one refuses starts on none.
@@ -75,14 +77,22 @@ def serve(control: ControlClient, slab: Slab, runner: Runner, max_patches: int, 
             raise wire.WireError(f"expected a batch, not {type(message).__name__}")
         if message.num_patches > max_patches:
             raise wire.WireError(f"a batch of {message.num_patches} patches is over the top tier of {max_patches}")
-        grids = [image.grid for image in message.images]
-        pixels = [slab.pixels(image.run) for image in message.images]
-        outputs = [slab.tokens(image.run, image.grid.num_tokens) for image in message.images]
-        report = runner.encode(grids, pixels, outputs if writes else None)
+        mine = list(range(len(message.images)))
+        if message.mode == "dp":
+            costs = [runner.spec.cost(image.grid.num_patches) for image in message.images]
+            mine = assign_images(costs, group.world_size)[group.rank]
+        images = [message.images[index] for index in mine]
+        grids = [image.grid for image in images]
+        pixels = [slab.pixels(image.run) for image in images]
+        outputs = [slab.tokens(image.run, image.grid.num_tokens) for image in images]
+        if message.mode == "dp":
+            report = runner.encode_alone(grids, pixels, outputs)
+        else:
+            report = runner.encode(grids, pixels, outputs if group.rank == 0 else None)
         control.send(
             wire.Done(
                 batch_id=message.batch_id,
-                non_finite=list(report.non_finite),
+                non_finite=[mine[index] for index in report.non_finite],
                 forward_s=report.forward_s,
                 all_gather_s=report.all_gather_s,
             )
@@ -108,16 +118,27 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
     device = choose_device(settings)
     if device.type == "cpu" and settings.parallel.threads is not None:
         torch.set_num_threads(settings.parallel.threads)
-    group = TPGroup.from_environment(device, timeout_s=settings.collective_timeout_s)
+    group = TPGroup.from_environment(
+        device, timeout_s=settings.collective_timeout_s, exchange=settings.parallel.exchange
+    )
     runner = Runner.load(
         settings.model.path,
         spec,
         dtype=dtype,
         rms_norm_eps=settings.model.rms_norm_eps,
         group=group,
+        resident=settings.parallel.resident,
         on_progress=_report_progress(control),
     )
-    runner.warm_up(settings.capacity.patch_capacities[0])
+    smallest_tier = settings.capacity.patch_capacities[0]
+    runner.warm_up(smallest_tier)
+    timings: list[wire.Timing] = []
+    if settings.parallel.resident == "full" and world_size > 1:
+        sizes = (max(4, smallest_tier // 64 * 4), max(8, smallest_tier // 16 * 4))  # two, for a line through them
+        timings = [
+            wire.Timing(mode=mode, num_patches=size, seconds=seconds)
+            for mode, size, seconds in runner.time_modes(sizes)
+        ]
     control.send(
         wire.Ready(
             device=str(device),
@@ -126,6 +147,7 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
             resident_bytes=resident_bytes(),
             device_free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
             attention=runner.describe_attention(),
+            timings=timings,
         )
     )
     return slab, runner, group

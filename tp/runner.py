@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,10 @@ from torch import Tensor
 from tp.checkpoint import check_tensors, fingerprint, read_vision_tensors
 from tp.kernels import Kernels, choose_kernels
 from tp.model import RMS_NORM_EPS, MoonViT
+from tp.modes import Mode
 from tp.parallel import TPGroup
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec, Grid
-from tp.weights import TORCH_DTYPES, Progress, load_weights
+from tp.weights import TORCH_DTYPES, Progress, load_weights, share_weights
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,11 +51,14 @@ class RankMemory:
 class Runner:
     """A loaded encoder shard. `fingerprint` identifies the checkpoint's weights and is the same on every rank."""
 
-    def __init__(self, model: MoonViT, kernels: Kernels, *, dtype: Dtype, fingerprint: str) -> None:
+    def __init__(
+        self, model: MoonViT, whole: MoonViT | None, kernels: Kernels, *, dtype: Dtype, fingerprint: str
+    ) -> None:
         self.spec = model.spec
         self.dtype = dtype
         self.fingerprint = fingerprint
         self._model = model
+        self._whole = whole  # unsharded, where this rank holds all weights
         self._kernels = kernels
         self._group = model.group
 
@@ -67,18 +72,25 @@ class Runner:
         group: TPGroup,
         rms_norm_eps: float = RMS_NORM_EPS,
         kernels: Kernels | None = None,
+        resident: Literal["shard", "full"] = "shard",
         on_progress: Progress | None = None,
     ) -> "Runner":
         """Load this rank's shard, computing in `dtype` with `kernels`, by default the fastest that work here.
 
-        Raises CheckpointError naming the tensor or file at fault.
+        `resident` "full" loads all weights, for `encode_alone` too. Raises CheckpointError naming the tensor or file at
+        fault.
         """
         table = read_vision_tensors(model_dir, spec)
         check_tensors(spec, table)
         kernels = kernels or choose_kernels(group.device, TORCH_DTYPES[dtype])
         model = MoonViT(spec, group, rms_norm_eps=rms_norm_eps, kernels=kernels)
-        load_weights(model, table, dtype=TORCH_DTYPES[dtype], on_progress=on_progress)
-        return cls(model, kernels, dtype=dtype, fingerprint=fingerprint(table))
+        whole = model
+        if resident == "full" and group.world_size > 1:
+            whole = MoonViT(spec, TPGroup.single(group.device), rms_norm_eps=rms_norm_eps, kernels=kernels)
+        load_weights(whole, table, dtype=TORCH_DTYPES[dtype], on_progress=on_progress)
+        if whole is not model:
+            share_weights(whole, model)
+        return cls(model, whole if resident == "full" else None, kernels, dtype=dtype, fingerprint=fingerprint(table))
 
     @torch.inference_mode()
     def encode(
@@ -90,11 +102,28 @@ class Runner:
         holding the compute dtype's bytes, and scanned for non-finite values. Raises BatchError on a misfit.
         """
         self._check(grids, pixels, outputs)
+        return self._encode(self._model, grids, pixels, outputs)
+
+    @torch.inference_mode()
+    def encode_alone(
+        self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None = None
+    ) -> EncodeReport:
+        """The same on this rank alone, whatever the others do; needs all weights here. Nothing to encode is fine."""
+        if self._whole is None:
+            raise BatchError("this rank holds a shard of the weights: it cannot encode alone")
+        if not grids:
+            return EncodeReport(0.0, 0.0, ())
+        self._check(grids, pixels, outputs)
+        return self._encode(self._whole, grids, pixels, outputs)
+
+    def _encode(
+        self, model: MoonViT, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None
+    ) -> EncodeReport:
         started_s = time.perf_counter()
-        share = self._model.encode_share(self._pack(pixels), grids)
+        share = model.encode_share(self._pack(pixels), grids)
         self._synchronize()
         encoded_s = time.perf_counter()
-        tokens = self._model.gather(share, grids)
+        tokens = model.gather(share, grids)
         self._synchronize()
         gathered_s = time.perf_counter()
         non_finite = () if outputs is None else self._write(tokens, grids, outputs)
@@ -102,14 +131,31 @@ class Runner:
 
     def warm_up(self, num_patches: int) -> EncodeReport:
         """Encode one black image of `num_patches` (a multiple of 4), as near to a square as they allow."""
+        return self.encode(*self._black_image(num_patches))
+
+    def time_modes(self, sizes: Sequence[int]) -> list[tuple[Mode, int, float]]:
+        """What one image of each of these patch counts takes in each mode: (mode, patches, seconds), the better of two.
+
+        In data-parallel mode all ranks encode at once, as they do in a batch.
+        """
+        times: list[tuple[Mode, int, float]] = []
+        for size in sizes:
+            image = self._black_image(size)
+            times.append(("tp", size, min(_total_s(self.encode(*image)) for _ in range(2))))
+            times.append(("dp", size, min(_total_s(self.encode_alone(*image)) for _ in range(2))))
+        return times
+
+    def _black_image(self, num_patches: int) -> tuple[list[Grid], list[Bytes]]:
         tokens = num_patches // 4
         height = max(size for size in range(1, math.isqrt(tokens) + 1) if tokens % size == 0)
         grid = Grid(1, 2 * height, 2 * (tokens // height))
-        return self.encode([grid], [np.zeros((grid.num_patches, self.spec.patch_bytes), np.uint8)])
+        return [grid], [np.zeros((grid.num_patches, self.spec.patch_bytes), np.uint8)]
 
     def memory(self) -> RankMemory:
         """What the rank holds now, and on CUDA has held at most."""
-        weights = sum(parameter.numel() * parameter.itemsize for parameter in self._model.parameters())
+        models = (self._model, *((self._whole,) if self._whole else ()))
+        storages = [parameter.untyped_storage() for model in models for parameter in model.parameters()]
+        weights = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         device = self._group.device
         return RankMemory(weights, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
 
@@ -155,6 +201,10 @@ class Runner:
     def _synchronize(self) -> None:
         if self._group.device.type == "cuda":
             torch.cuda.synchronize(self._group.device)
+
+
+def _total_s(report: EncodeReport) -> float:
+    return report.forward_s + report.all_gather_s
 
 
 def _check_array(what: str, array: Bytes, shape: tuple[int, int]) -> None:

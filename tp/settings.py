@@ -68,7 +68,15 @@ class ParallelSettings(_Section):
     tensor: int = Field(1, ge=1, description="Ranks per group; must divide the attention heads.")
     groups: int = Field(1, ge=1, description="Tensor-parallel groups behind this front-end, on this machine.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu.")
-    resident: Literal["shard"] = Field("shard", description="What a rank holds of the weights: its shard.")
+    resident: Literal["shard", "full"] = Field(
+        "shard",
+        description="What a rank holds of the weights: its shard, or all of them, so that a batch of small images can "
+        "run data-parallel, each rank encoding some of them alone.",
+    )
+    exchange: Literal["auto", "gloo", "shared_memory"] = Field(
+        "auto",
+        description="What carries sums between ranks on CPU. auto: shared memory on x86, else gloo. GPUs use NCCL.",
+    )
     workers: Literal["managed", "external"] = Field(
         "managed", description="managed: serve starts the ranks. external: `tpvision worker` does, e.g. in a sidecar."
     )

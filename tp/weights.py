@@ -70,6 +70,24 @@ def load_weights(
     _give(model, state)
 
 
+def share_weights(whole: MoonViT, sharded: MoonViT) -> None:
+    """Give every parameter of `sharded` its part of the loaded, unsharded `whole`.
+
+    What every rank holds, and fc0, whose part is one run, are the same memory; slices of the others are copied.
+    """
+    state = {}
+    for name, parameter in whole.named_parameters():
+        shard = _shard_of(sharded, name)
+        if shard is None:
+            state[name] = parameter.data
+        elif shard.dim == 0 and len(shard.ranges) == 1:
+            state[name] = parameter.data[slice(*shard.ranges[0])]
+        else:
+            parts = _slices(parameter.data, shard)
+            state[name] = _assemble(parts, shard, sharded.get_parameter(name).shape, parameter.dtype, parameter.device)
+    _give(sharded, state)
+
+
 def _our_name(name: str, names: Mapping[str, str]) -> str:
     if name in names:
         return names[name]

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tp.modes import Mode
 from tp.settings import Settings
 from tp.slab import Run
 from tp.spec import EncoderSpec, Grid
@@ -57,6 +58,7 @@ class Contract(BaseModel):
     rms_norm_eps: float
     patch_capacities: list[int]
     slab_patches: int
+    resident: str
 
     def differences(self, other: "Contract") -> list[str]:
         """One phrase for each field that differs, with both values, ours first."""
@@ -78,6 +80,7 @@ def contract_for(settings: Settings, spec: EncoderSpec, world_size: int) -> Cont
         rms_norm_eps=settings.model.rms_norm_eps,
         patch_capacities=list(settings.capacity.patch_capacities),
         slab_patches=settings.slab_patches,
+        resident=settings.parallel.resident,
     )
 
 
@@ -115,6 +118,16 @@ class Progress(Message):
     total_bytes: int = Field(ge=0)
 
 
+class Timing(BaseModel):
+    """What one image of this size took in this mode, on a rank that is warm."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    mode: Mode
+    num_patches: int = Field(gt=0)
+    seconds: float = Field(gt=0)
+
+
 class Ready(Message):
     """Loaded and warm. Bytes as measured on the rank, for the log's comparison with the plan."""
 
@@ -125,6 +138,7 @@ class Ready(Message):
     resident_bytes: int = Field(ge=0)
     device_free_bytes: int | None = Field(None, ge=0)  # of a GPU; None on CPU
     attention: str = ""  # the kernel, in words
+    timings: list[Timing] = []  # where the group may choose a mode for each batch
 
 
 class BatchImage(BaseModel):
@@ -153,6 +167,7 @@ class Batch(Message):
 
     kind = 6
     batch_id: int = Field(ge=0)
+    mode: Mode = "tp"
     images: list[BatchImage] = Field(min_length=1, max_length=MAX_IMAGES_PER_BATCH)
 
     @property
@@ -162,7 +177,7 @@ class Batch(Message):
 
 
 class Done(Message):
-    """A batch is finished on this rank. `non_finite` lists the images whose tokens hold NaN or infinity."""
+    """A batch is finished on this rank. `non_finite` lists the images it wrote whose tokens hold NaN or infinity."""
 
     kind = 7
     batch_id: int

@@ -4,6 +4,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tp.checkpoint import fingerprint, read_vision_tensors
+from tp.memory import total_bytes, weight_rows
 from tp.model import RMS_NORM_EPS
 from tp.parallel import TPGroup
 from tp.runner import BatchError, Runner, _is_finite
@@ -20,6 +22,7 @@ from tp.spec import Dtype, Grid
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_TIMEOUT_S = 120
+RESIDENT: tuple[Literal["shard", "full"], ...] = ("shard", "full")
 WORLD_SIZES = {"tiny-k3": (1, 2, 3, 4, 6), "tiny-k25": (1, 2, 4), "tiny-kimivl": (1, 2, 4)}
 PARITY = [
     (world_size, model, precision) for model in MODELS for world_size in WORLD_SIZES[model] for precision in DTYPES
@@ -213,3 +216,41 @@ def test_cuda_reports_its_peak() -> None:
     peak = runner.memory().peak_allocated_bytes
     assert peak is not None
     assert peak > runner.memory().weights_bytes
+
+
+@pytest.mark.parametrize(("model", "rank", "world_size"), [("tiny-k3", 1, 2), ("tiny-k25", 3, 4)])
+def test_shards_cut_from_all_weights_are_those_read_from_the_file(model: str, rank: int, world_size: int) -> None:
+    group = TPGroup(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    read, cut = (
+        Runner.load(GOLDEN / f"{model}-bf16", spec_of(model), dtype="bfloat16", group=group, resident=resident)
+        for resident in RESIDENT
+    )
+    expected = dict(read._model.named_parameters())
+    assert {name for name, _ in cut._model.named_parameters()} == set(expected)
+    for name, parameter in cut._model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+        assert parameter.is_contiguous(), name
+    rows = weight_rows(spec_of(model), world_size=world_size, dtype="bfloat16", rank=rank, resident="full")
+    assert cut.memory().weights_bytes == total_bytes(rows)
+
+
+def test_a_rank_with_all_weights_encodes_alone() -> None:
+    spec, folder = spec_of("tiny-k3"), GOLDEN / "tiny-k3-f32"
+    alone = Runner.load(folder, spec, dtype="float32", group=TPGroup.single())
+    group = TPGroup(rank=1, world_size=2, device=torch.device("cpu"))
+    resident = Runner.load(folder, spec, dtype="float32", group=group, resident="full")
+    grids = [Grid(1, 4, 6), Grid(2, 2, 2)]
+    pixels = [np.random.default_rng(1).integers(0, 256, (grid.num_patches, 588), dtype=np.uint8) for grid in grids]
+    outputs = [[np.zeros((grid.num_tokens, 4 * spec.text_hidden_size), np.uint8) for grid in grids] for _ in range(2)]
+    alone.encode(grids, pixels, outputs[0])
+    report = resident.encode_alone(grids, pixels, outputs[1])
+    assert report.non_finite == ()
+    assert all(map(np.array_equal, *outputs))
+    assert resident.encode_alone([], [], []).forward_s == 0
+
+
+def test_a_rank_with_a_shard_does_not() -> None:
+    group = TPGroup(rank=0, world_size=2, device=torch.device("cpu"))
+    runner = Runner.load(GOLDEN / "tiny-k3-f32", spec_of("tiny-k3"), dtype="float32", group=group)
+    with pytest.raises(BatchError, match="holds a shard of the weights"):
+        runner.encode_alone([], [], [])
