@@ -30,3 +30,19 @@ def test_tokens_are_the_golden_ones(start_service: Any, dtype: str, world_size: 
         error = float((tokens - reference).norm() / reference.norm())
         assert error <= (1e-5 if dtype == "f32" else 3e-2), (name, error)
         assert torch.cosine_similarity(tokens, reference, dim=-1).min() >= 0.999
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graphed_tiers_give_the_eager_tokens(start_service: Any, world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    arguments = ["--model", str(GOLDEN / "tiny-k3-bf16"), "--tp", str(world_size), "--device", "cuda"]
+    eager, graphed = (
+        start_service(*arguments, TPVISION_PARALLEL__CUDA_GRAPHS=switch, **REFERENCE_IMAGES) for switch in ("off", "on")
+    )
+    ranks = graphed.client.get("/v1/capacity").json()["ranks"]
+    assert all(rank["graph_tiers"] == [1024, 4096] for rank in ranks)
+    for name in MODEL["emb_images"]:
+        content = (GOLDEN / MANIFEST["images"][name]["file"]).read_bytes()
+        expected, found = (load(service.encode(content).content)["embeddings"].float() for service in (eager, graphed))
+        assert float((found - expected).norm() / expected.norm()) < 1e-2, name

@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
 
     q's memory may be reused for the result. Raises AttentionError where only a materialising kernel would do.
     """
-    if _has_varlen(q):
+    if takes_packed_images(q.device, q.dtype, q.shape[-1]):
         return _varlen(q, k, v, sequences)
     if len(sequences.lengths) == 1:
         return _one_image(q, k, v)
@@ -96,14 +96,24 @@ def _softmax_(scores: Tensor) -> Tensor:
     return torch.softmax(scores, -1, out=scores)
 
 
+def takes_packed_images(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Flash attention over packed sequences: CUDA from compute capability 8.0, half types, head sizes 8, 16 ... 256."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
 def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Which kernel `attend` uses for such tensors, in words for a person."""
-    probe = torch.empty(1, 1, head_dim, dtype=dtype, device=device)
-    if _has_varlen(probe):
+    if takes_packed_images(device, dtype, head_dim):
         return "flash attention, packed images in one call"
     if device.type == "cpu":
         return "flash attention on CPU, one image at a time"
-    heads = probe.transpose(0, 1)[None]
+    heads = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
     params = torch.backends.cuda.SDPAParams(heads, heads, heads, None, 0.0, False, False)
     is_flash = torch.backends.cuda.can_use_flash_attention(params)
     return f"{'flash' if is_flash else 'memory-efficient'} attention, one image at a time"
@@ -121,17 +131,6 @@ def _one_image(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             f"no flash or memory-efficient attention for {q.dtype}, head size {q.shape[-1]}, on {q.device}: {error}"
         ) from error
     return out[0].transpose(0, 1)  # [n, H, d], again a view: the kernel writes it in this order
-
-
-def _has_varlen(q: Tensor) -> bool:
-    """Flash attention over packed sequences: CUDA from compute capability 8.0, half types, head sizes 8, 16 ... 256."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:

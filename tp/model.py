@@ -9,6 +9,7 @@ tp/memory.py counts them. Knows shapes, not weights' names on disk (tp/weights.p
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,7 +26,6 @@ from tp.parallel import (
     TokenShare,
     TPGroup,
     empty_parameter,
-    share_size,
     split_tokens,
 )
 from tp.positions import add_position_embedding_, rotate_, rotations
@@ -33,6 +33,20 @@ from tp.spec import CHANNELS, EncoderSpec, Grid, ProcessorSpec
 
 TOWER_LAYER_NORM_EPS = 1e-5
 RMS_NORM_EPS = 2.0**-23  # what the reference does on current torch, in every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What the grids of a batch mean for its rows: which belong together, how they turn, which rank merges them."""
+
+    sequences: Sequences
+    rotation: Tensor  # [N, d / 2] complex64
+    shares: tuple[TokenShare, ...]
+
+    @property
+    def is_of_images(self) -> bool:
+        """No video chunk: one frame for each token."""
+        return all(frames == 1 for share in self.shares for _, frames in share.segments)
 
 
 class MoonViT(nn.Module):
@@ -58,20 +72,31 @@ class MoonViT(nn.Module):
     @torch.inference_mode()
     def encode_share(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """uint8 [N, 588] -> [S, text hidden]: the tokens of this rank's share, then zeros."""
-        shares = split_tokens(grids, self.group.world_size)
-        share = shares[self.group.rank]
-        x = self.embed(pixels, grids)
-        sequences = Sequences.of([grid.num_patches for grid in grids], x.device)
-        rotation = torch.cat([rotations(grid, self.spec.head_dim, x.device) for grid in grids])
+        return self.encode_rows(self.embed(pixels, grids), self.pack(grids))
+
+    def pack(self, grids: Sequence[Grid]) -> Packing:
+        """What these grids, in this order, mean for the rows of a batch."""
+        device = self.group.device
+        return Packing(
+            Sequences.of([grid.num_patches for grid in grids], device),
+            torch.cat([rotations(grid, self.spec.head_dim, device) for grid in grids]),
+            split_tokens(grids, self.group.world_size),
+        )
+
+    @torch.inference_mode()
+    def encode_rows(self, x: Tensor, packing: Packing) -> Tensor:
+        """Embedded patches [N, D] -> [S, text hidden]: the tokens of this rank's share, then zeros. Overwrites x."""
+        share = packing.shares[self.group.rank]
         *blocks, last = cast("list[Block]", list(self.blocks))
         for block in blocks:
-            block(x, sequences, rotation)
-        last.add_attention_(x, sequences, rotation)
-        y = last.add_mlp_to_share(x, shares, self.group.rank)  # [rows of the share, D]
-        del x, rotation
+            block(x, packing)
+        last.add_attention_(x, packing)
+        y = last.add_mlp_to_share(x, packing.shares, self.group.rank)  # [rows of the share, D]
+        del x
         by_rows(self.final_norm, y, out=y)
         tokens = merge(y, share.segments)  # [tokens of the share, 4 D]
-        out = tokens.new_zeros(share_size(grids, self.group.world_size), self.spec.text_hidden_size)
+        size = max(share.num_tokens for share in packing.shares)
+        out = tokens.new_zeros(size, self.spec.text_hidden_size)
         by_rows(self.projector, tokens, out=out[: share.num_tokens], rows=ROW_CHUNK // 4)
         return out
 
@@ -110,14 +135,14 @@ class Block(nn.Module):
         self.fc0 = ColumnParallelLinear(hidden, mlp, unit=MLP_UNIT, group=group, kernels=kernels, bias=bias)
         self.fc1 = RowParallelLinear(mlp, hidden, unit=MLP_UNIT, group=group, kernels=kernels, bias=bias)
 
-    def forward(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> None:
+    def forward(self, x: Tensor, packing: Packing) -> None:
         """Run the block on x [N, D], in place."""
-        self.add_attention_(x, sequences, rotation)
+        self.add_attention_(x, packing)
         x += self.fc1.reduce_(by_rows(self._mlp, x))
 
-    def add_attention_(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> None:
-        """x += wo(attention(norm0(x))), in place on x [N, D]; rotation [N, d / 2]."""
-        x += self.wo.reduce_(self.wo.partial(self._attention(x, sequences, rotation)))
+    def add_attention_(self, x: Tensor, packing: Packing) -> None:
+        """x += wo(attention(norm0(x))), in place on x [N, D]."""
+        x += self.wo.reduce_(self.wo.partial(self._attention(x, packing)))
 
     def add_mlp_to_share(self, x: Tensor, shares: Sequence[TokenShare], rank: int) -> Tensor:
         """x + mlp(x) for the rows of this rank's share only: [N, D] -> [rows of the share, D].
@@ -131,12 +156,12 @@ class Block(nn.Module):
         y += x[shares[rank].rows]
         return y
 
-    def _attention(self, x: Tensor, sequences: Sequences, rotation: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, packing: Packing) -> Tensor:
         qkv = self.qkv(self.norm0(x))  # [N, 3 Q]
         q, k, v = qkv.view(x.shape[0], 3, -1, self.head_dim).unbind(1)  # [N, H, d] each
-        rotate_(q, rotation, scale=self.head_dim**-0.5)
-        rotate_(k, rotation)
-        return self._kernels.attend(q, k, v, sequences).flatten(1)  # [N, H, d] -> [N, Q]
+        rotate_(q, packing.rotation, scale=self.head_dim**-0.5)
+        rotate_(k, packing.rotation)
+        return self._kernels.attend(q, k, v, packing.sequences).flatten(1)  # [N, H, d] -> [N, Q]
 
     def _mlp(self, rows: Tensor) -> Tensor:
         return self.fc1.partial(self.fc0(self.norm1(rows), gelu="tanh"))

@@ -34,6 +34,7 @@ from tp.spec import ITEMSIZE, SpecError, check_world_size, read_spec
 log = logging.getLogger("tpvision.rank")
 
 _CONNECT_TIMEOUT_S = 60.0
+_LARGEST_GRAPH = 4096  # patches; above, launching is a small part of a forward
 _PROGRESS_EVERY_S = 0.1
 
 
@@ -132,6 +133,9 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
     )
     smallest_tier = settings.capacity.patch_capacities[0]
     runner.warm_up(smallest_tier)
+    graph_tiers: tuple[int, ...] = ()
+    if settings.parallel.cuda_graphs == "on":
+        graph_tiers = runner.capture([tier for tier in settings.capacity.patch_capacities if tier <= _LARGEST_GRAPH])
     timings: list[wire.Timing] = []
     if settings.parallel.resident == "full" and world_size > 1:
         sizes = (max(4, smallest_tier // 64 * 4), max(8, smallest_tier // 16 * 4))  # two, for a line through them
@@ -147,6 +151,7 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
             resident_bytes=resident_bytes(),
             device_free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
             attention=runner.describe_attention(),
+            graph_tiers=list(graph_tiers),
             timings=timings,
         )
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tp.checkpoint import check_tensors, fingerprint, read_vision_tensors
+from tp.graphs import GraphedTier, capture
 from tp.kernels import Kernels, choose_kernels
 from tp.model import RMS_NORM_EPS, MoonViT
 from tp.modes import Mode
@@ -59,6 +60,7 @@ class Runner:
         self.fingerprint = fingerprint
         self._model = model
         self._whole = whole  # unsharded, where this rank holds all weights
+        self._graphs: list[GraphedTier] = []
         self._kernels = kernels
         self._group = model.group
 
@@ -120,7 +122,15 @@ class Runner:
         self, model: MoonViT, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None
     ) -> EncodeReport:
         started_s = time.perf_counter()
-        share = model.encode_share(self._pack(pixels), grids)
+        packing = model.pack(grids)
+        x = model.embed(self._pack(pixels), grids)
+        graph = next((graph for graph in self._graphs if model is self._model and graph.takes(packing)), None)
+        if graph is not None:
+            tokens = graph.replay(x, packing)
+            self._synchronize()
+            non_finite = () if outputs is None else self._write(tokens, grids, outputs)
+            return EncodeReport(time.perf_counter() - started_s, 0.0, non_finite)
+        share = model.encode_rows(x, packing)
         self._synchronize()
         encoded_s = time.perf_counter()
         tokens = model.gather(share, grids)
@@ -132,6 +142,12 @@ class Runner:
     def warm_up(self, num_patches: int) -> EncodeReport:
         """Encode one black image of `num_patches` (a multiple of 4), as near to a square as they allow."""
         return self.encode(*self._black_image(num_patches))
+
+    def capture(self, tiers: Sequence[int]) -> tuple[int, ...]:
+        """Capture CUDA graphs for these tiers; those that came out right, and are used from now on."""
+        if self._group.device.type == "cuda":
+            self._graphs = capture(self._model, tuple(sorted(tiers)))
+        return tuple(graph.num_patches for graph in self._graphs)
 
     def time_modes(self, sizes: Sequence[int]) -> list[tuple[Mode, int, float]]:
         """What one image of each of these patch counts takes in each mode: (mode, patches, seconds), the better of two.

@@ -77,6 +77,9 @@ class ParallelSettings(_Section):
         "auto",
         description="What carries sums between ranks on CPU. auto: shared memory on x86, else gloo. GPUs use NCCL.",
     )
+    cuda_graphs: Annotated[Literal["off", "on"], BeforeValidator(_on_or_off)] = Field(
+        "off", description="on: tiers of at most 4,096 patches are captured as CUDA graphs. Not run on a GPU yet."
+    )
     workers: Literal["managed", "external"] = Field(
         "managed", description="managed: serve starts the ranks. external: `tpvision worker` does, e.g. in a sidecar."
     )

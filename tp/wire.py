@@ -138,6 +138,7 @@ class Ready(Message):
     resident_bytes: int = Field(ge=0)
     device_free_bytes: int | None = Field(None, ge=0)  # of a GPU; None on CPU
     attention: str = ""  # the kernel, in words
+    graph_tiers: list[int] = []  # tiers that run as CUDA graphs
     timings: list[Timing] = []  # where the group may choose a mode for each batch
 
 

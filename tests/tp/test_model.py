@@ -3,11 +3,9 @@ import pytest
 import torch
 from goldens import GOLDEN, MODELS, Distance, encode, expected_of, image_item, row_order, spec_of
 
-from tp.attention import Sequences
 from tp.checkpoint import read_vision_tensors
 from tp.model import MoonViT, Norm, by_rows, merge, normalise, pixel_table
 from tp.parallel import TPGroup
-from tp.positions import rotations
 from tp.runner import Runner
 from tp.spec import Grid
 from tp.weights import load_weights
@@ -79,13 +77,12 @@ def test_every_stage_matches_the_goldens(name: str) -> None:
     model, stored = load_model(name), expected_of(name)
     grid, pixels = image_item("gray_70x45")
     order, prefix = row_order(grid), "stages/gray_70x45"
-    sequences = Sequences.of([grid.num_patches], torch.device("cpu"))
-    rotation = rotations(grid, model.spec.head_dim, torch.device("cpu"))
+    packing = model.pack([grid])
     with torch.inference_mode():
         x = model.embed(torch.from_numpy(pixels), [grid])
         found = {"patch_embed": x.clone()}
         for index, block in enumerate(model.blocks):
-            block(x, sequences, rotation)
+            block(x, packing)
             found[f"block_{index}"] = x.clone()
         found["final_layernorm"] = model.final_norm(x)
         merged = merge(found["final_layernorm"], [(grid.num_tokens, 1)]).unflatten(1, (4, -1))
