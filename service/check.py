@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +28,10 @@ from service.decoders import DecoderStartError
 from service.engine import EncodeOptions, Engine
 from service.errors import ServiceError
 from service.plan import CapacityPlan, plan_capacity
+from service.record import RequestRecord
 from service.reference import Origin, ReferenceFileError, Tokens, distance, read_reference, write_reference
 from service.tokens import TokenOptions
+from service.version import installed_version
 from tp.checkpoint import CheckpointError, check_dtype, check_tensors, fingerprint, read_vision_tensors
 from tp.settings import Settings, SettingsError
 from tp.slab import SlabError, available_bytes
@@ -324,14 +325,6 @@ class _Check:
         self.findings.append(Finding(name, status, text, values or {}))
 
 
-def installed_version() -> str:
-    """Of this package; an installation without metadata, as a plain checkout, has none."""
-    try:
-        return version("tpvision")
-    except PackageNotFoundError:
-        return "not installed"
-
-
 async def _encode(settings: Settings, spec: EncoderSpec) -> Encoding:
     """The test picture's tokens by a worker group that is started for it and stopped again."""
     engine = Engine(settings, spec)
@@ -346,7 +339,7 @@ async def _encode(settings: Settings, spec: EncoderSpec) -> Encoding:
         with Body() as body:
             body.write(check_picture())
             options = EncodeOptions(policy="downscale", tokens=TokenOptions("float32"))
-            encoded = await engine.encode([body.image], options)
+            encoded = await engine.encode([body.image], options, RequestRecord())
         ranks = engine.describe_capacity()["ranks"]
         return Encoding(encoded.embeddings.values, time.monotonic() - started, ranks)
     finally:
