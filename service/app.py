@@ -1,12 +1,10 @@
-"""The FastAPI application: routes, probes, error answers and request ids around one engine.
+"""The FastAPI application: routes, probes, metrics and error answers around one engine.
 
 The engine's life is `service.server`'s: the application only uses it, so tests may build one around any engine.
 """
 
 import logging
-import re
 import time
-import uuid
 from typing import Any
 
 import orjson
@@ -14,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -24,32 +23,38 @@ from service.engine import Engine
 from service.fetch import Fetcher
 from service.keys import KeyRing
 from service.openapi import BEFORE_ROUTES, add_schemas, add_security, error_responses
-from service.protocol import PROBES
+from service.record import CLIENT_GONE, UNKNOWN_ROUTE, RequestRecord
+from service.reporter import Reporter
 from service.routes import GoneError, router
+from service.version import installed_version
 from tp.settings import Settings
 
 log = logging.getLogger("tpvision.http")
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_CODE_HEADER = "x-error-code"  # the body's `code`, where a log or a proxy sees it
-_CLIENT_GONE = 499  # nginx's number; nobody is there to read it
+_CODE_HEADER = "x-error-code"  # the body's `code`, where a proxy sees it
+_NO_TELEMETRY: Any = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+}  # FastAPI's own, whose spans hold query strings
 
 
-def create_probe_app(engine: Engine) -> FastAPI:
-    """Nothing but the probes, for a port of their own."""
-    app = FastAPI(title="tpvision probes", openapi_url=None, redirect_slashes=False)
+def create_probe_app(engine: Engine, reporter: Reporter) -> FastAPI:
+    """Nothing but the probes and metrics, for a port of their own."""
+    app = FastAPI(telemetry=_NO_TELEMETRY, title="tpvision probes", openapi_url=None, redirect_slashes=False)
     _add_probes(app, engine)
     _add_error_handlers(app)
-    app.add_middleware(RequestScope)
+    app.add_middleware(RequestScope, reporter=reporter)
     return app
 
 
-def create_app(settings: Settings, engine: Engine) -> FastAPI:
+def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAPI:
     """The application. Raises KeysError when the key file is set and cannot be used."""
     app = FastAPI(
+        telemetry=_NO_TELEMETRY,
         title="tpvision",
         description="Images to the merged vision tokens of Moonshot's MoonViT encoders.",
-        version="0.1.0",
+        version=installed_version(),
         docs_url="/docs",
         redoc_url=None,
         redirect_slashes=False,
@@ -69,49 +74,52 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(RequestScope)
+    app.add_middleware(RequestScope, reporter=reporter)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
 class RequestScope:
-    """Outermost of all: names the request, logs it, and answers whatever nobody else caught."""
+    """Outermost of all: begins and ends the request's record, and answers whatever nobody else caught."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, reporter: Reporter) -> None:
         self._app = app
+        self._reporter = reporter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
-        started = time.monotonic()
-        status = 0
-        code = ""
+        if "refused" in scope["state"]:
+            return
+        record = scope["state"]["record"] = self._reporter.begin(scope)
+
+        async def receive_counted() -> Message:
+            message = await receive()
+            record.bytes_in += len(message.get("body", b""))
+            return message
 
         async def send_named(message: Message) -> None:
-            nonlocal status, code
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = record.status or message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                code = headers.get(_CODE_HEADER, "")
+                headers["x-request-id"] = record.request_id
+                headers["traceparent"] = str(record.trace)
+            record.bytes_out += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive_counted, send_named)
         except Exception:  # the process must survive any fault of ours; the client gets an answer, the log the reason
-            log.exception("request %s: internal error", request_id)
-            if status == 0:
+            log.exception("request %s: internal error", record.request_id)
+            if not record.status:
                 error = errors.InternalError("an internal error; the log has it under this answer's x-request-id")
-                await _error_response(error)(scope, receive, send_named)
+                await _answer_error(record, error)(scope, receive_counted, send_named)
         finally:
-            if scope["path"] not in PROBES or status >= 400:
-                elapsed_ms = (time.monotonic() - started) * 1000
-                outcome = f"{status} {code}".strip()
-                log.info("%s %s %s %.1f ms id=%s", scope["method"], _route_of(scope), outcome, elapsed_ms, request_id)
+            record.note_gone()
+            record.route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
+            self._reporter.end(record)
 
 
 def _add_probes(app: FastAPI, engine: Engine) -> None:
@@ -134,27 +142,34 @@ def _add_probes(app: FastAPI, engine: Engine) -> None:
         """The same as /readyz, where load balancers look for it."""
         return await readyz()
 
+    @app.get("/metrics", responses=error_responses(*BEFORE_ROUTES), response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        """For Prometheus, in its text format or OpenMetrics, as Accept asks."""
+        content, content_type = engine.metrics.expose(request.headers.get("accept", ""))
+        return Response(content, media_type=content_type)
+
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(errors.ServiceError)
     async def service_error(request: Request, error: errors.ServiceError) -> Response:
-        return _error_response(error)
+        return _answer_error(request.state.record, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])[:64]
         reason = "unknown option" if first["type"] == "extra_forbidden" else first["msg"]
-        return _error_response(errors.InvalidRequest(f"{reason}: {name}", param=name))
+        return _answer_error(request.state.record, errors.InvalidRequest(f"{reason}: {name}", param=name))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return _error_response(_from_starlette(error), headers=dict(error.headers or {}))
+        return _answer_error(request.state.record, _from_starlette(error), dict(error.headers or {}))
 
     @app.exception_handler(ClientDisconnect)
     @app.exception_handler(GoneError)
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_GONE)
+        request.state.record.note_gone()
+        return Response(status_code=CLIENT_GONE)
 
 
 def _from_starlette(error: HTTPException) -> errors.ServiceError:
@@ -167,26 +182,14 @@ def _from_starlette(error: HTTPException) -> errors.ServiceError:
             return errors.InvalidRequest("the request is malformed")
 
 
-def _error_response(error: errors.ServiceError, headers: dict[str, str] | None = None) -> Response:
+def _answer_error(record: RequestRecord, error: errors.ServiceError, headers: dict[str, str] | None = None) -> Response:
+    record.note_error(error)
     headers = {_CODE_HEADER: error.code, **(headers or {})}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(orjson.dumps(error.as_dict()), error.status, headers, "application/json")
-
-
-def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
-            return str(value.decode("latin-1"))
-    return uuid.uuid4().hex
-
-
-def _route_of(scope: Scope) -> str:
-    """The route's own path, never the client's text."""
-    route = scope.get("route")
-    return str(getattr(route, "path", "(no route)"))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

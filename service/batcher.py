@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from service.admission import Rows
 from service.errors import EncodeFailed, NonFiniteOutput
 from service.geometry import ImagePlan
+from service.record import Interval, Stage
 from tp import wire
 from tp.modes import Mode
 
@@ -22,11 +23,31 @@ MAX_LOSSES = 2  # an entry in flight at this many group losses is given up as po
 
 @dataclass(frozen=True, slots=True)
 class EntryTimes:
-    """Seconds that an entry spent waiting and on the workers."""
+    """When an entry was where, by time.monotonic, and what its ranks told in order: durations, up to the end."""
 
-    queue_s: float
-    forward_s: float
-    all_gather_s: float
+    submitted_at: float
+    dispatched_at: float
+    settled_at: float
+    replies: Sequence[wire.Done]
+
+    @property
+    def stages(self) -> dict[Stage, Interval]:
+        """From the queue to the tokens in the slab, as the slowest rank had it: it waits for nobody to gather with."""
+        forward = self._forward(max(self.replies, key=lambda reply: reply.forward_s))
+        return {
+            "queue": (self.submitted_at, self.dispatched_at),
+            "forward": forward,
+            "all_gather": (forward[1], self.settled_at),
+        }
+
+    @property
+    def rank_0_forward(self) -> Interval:
+        """The forward of the rank that writes the tokens."""
+        return self._forward(self.replies[0])
+
+    def _forward(self, reply: wire.Done) -> Interval:
+        gathering_at = self.settled_at - reply.all_gather_s
+        return gathering_at - reply.forward_s, gathering_at
 
 
 @dataclass(eq=False, slots=True)
@@ -124,16 +145,14 @@ class Batcher:
         return PackedBatch(self._next_id, taken)
 
     def settle(self, batch: PackedBatch, replies: Sequence[wire.Done]) -> None:
-        """Answer every entry of a finished batch. Times are the slowest rank's."""
-        forward_s = max(reply.forward_s for reply in replies)
-        all_gather_s = max(reply.all_gather_s for reply in replies)
+        """Answer every entry of a finished batch."""
+        now = time.monotonic()
         non_finite = {index for reply in replies for index in reply.non_finite}
         for index, entry in enumerate(batch.entries):
             if entry.is_wanted and index in non_finite:
                 entry.future.set_exception(NonFiniteOutput("the embedding of this image holds NaN or infinity"))
             elif entry.is_wanted:
-                queue_s = entry.dispatched_at - entry.submitted_at
-                entry.future.set_result(EntryTimes(queue_s, forward_s, all_gather_s))
+                entry.future.set_result(EntryTimes(entry.submitted_at, entry.dispatched_at, now, replies))
             entry.rows.release()
 
     def give_back(self, batch: PackedBatch) -> None:

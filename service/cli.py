@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import uvloop
 from rich.console import Console
-from rich.logging import RichHandler
 
 from service.check import check_model
 from service.check import render as render_check
@@ -24,6 +23,7 @@ from service.demo_model import DemoModelError
 from service.extract import ExtractError, Slim, extract
 from service.file_progress import shown
 from service.keys import KeysError
+from service.logs import start_logging
 from service.plan import plan_capacity, render
 from service.reference import ReferenceFileError
 from service.server import ServeError, serve
@@ -86,7 +86,7 @@ def main() -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     """`tpvision serve`: the front-end, and its workers unless they are external."""
     settings = _load(arguments).settings
-    _start_logging(settings)
+    start_logging(settings)
     spec = read_checked_spec(settings)
     if settings.parallel.workers == "managed":  # else the weights may be in the workers' container alone
         _need_torch()
@@ -97,7 +97,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def run_worker(arguments: argparse.Namespace) -> int:
     """`tpvision worker`: one worker group for a front-end that runs with `--workers external`."""
     settings = _load(arguments).settings
-    _start_logging(settings)
+    start_logging(settings)
     _need_torch()
     check_weights(settings, read_checked_spec(settings))
     return _run(host_workers(settings, arguments.group))
@@ -139,7 +139,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     """`tpvision check`: whether this checkpoint works on this machine; the exit status tells."""
     arguments.log_level = "warning"
     settings = _load(arguments).settings
-    _start_logging(settings)
+    start_logging(settings)
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         work = check_model(
@@ -265,17 +265,6 @@ def _load(arguments: argparse.Namespace) -> LoadedSettings:
     for sentence in near_misses(os.environ):
         print(f"tpvision: {sentence}", file=sys.stderr)  # noqa: T201 - before there is a log
     return load_settings(arguments.config, environ=os.environ, flags=given)
-
-
-def _start_logging(settings: Settings) -> None:
-    handler: logging.Handler = logging.StreamHandler()
-    if sys.stderr.isatty():
-        handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=settings.server.log_level.upper(), handlers=[handler])
-    logging.getLogger("httpcore").setLevel(logging.WARNING)  # its debug lines hold what servers of URLs sent
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ one JSON object, with the descriptors of the memory files it speaks of beside it
     HeaderTask [image]             ->
                                    <-  {"done": ImageHeader}
     WriteTask  [image]             ->                         pixels go into the slab
-                                   <-  {"done": null}
+                                   <-  {"done": Written}
     UnpackTask [body, output]      ->                         images, and URLs of others, are appended to the output
                                    <-  {"done": Unpacked}
                                    <-  {"error": …}           in place of done: the client's bytes are at fault
@@ -24,6 +24,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -105,7 +106,15 @@ class Unpacked:
     options: EmbeddingsOptions | None  # None on /v1/encode, whose options are in the query
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The pixels are in the slab. How long it took from decoded bytes to there: resize, padding, patches."""
+
+    preprocess_s: float
+
+
 Task = HeaderTask | WriteTask | UnpackTask
+Result = ImageHeader | Written | Unpacked
 _TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])
 _START = TypeAdapter(Start)
 
@@ -146,20 +155,25 @@ class Decoder:
         self._start = start
         self._slab = slab
 
-    def run(self, task: Task, fds: list[int]) -> ImageHeader | Unpacked | None:
+    def run(self, task: Task, fds: list[int]) -> Result:
         """The result of a task. Raises ServiceError for what is wrong with the client's bytes."""
         if isinstance(task, HeaderTask):
             return self._read_header(task, *fds)
         if isinstance(task, WriteTask):
-            self._write_patches(task, *fds)
-            return None
+            return self._write_patches(task, *fds)
         return self._unpack(task, *fds)
 
     def _read_header(self, task: HeaderTask, fd: int) -> ImageHeader:
         data = _read(fd, task.offset, task.length)
         return read_header(data, orientation=self._start.orientation, max_pixels=self._start.max_pixels)
 
-    def _write_patches(self, task: WriteTask, fd: int) -> None:
+    def _write_patches(self, task: WriteTask, fd: int) -> Written:
+        decoded_at = 0.0
+
+        def note_decoded() -> None:
+            nonlocal decoded_at
+            decoded_at = time.monotonic()
+
         write_patches(
             _read(fd, task.offset, task.length),
             task.plan,
@@ -168,7 +182,9 @@ class Decoder:
             gray16=self._start.gray16,
             out=self._slab.pixels(task.run),
             frame=task.frame,
+            on_decoded=note_decoded,
         )
+        return Written(time.monotonic() - decoded_at)
 
     def _unpack(self, task: UnpackTask, body_fd: int, output_fd: int) -> Unpacked:
         body = _read(body_fd, 0, task.length)
@@ -207,7 +223,7 @@ def answer(decoder: Decoder, message: bytes, fds: list[int]) -> bytes:
         return _failed(InternalError("the image could not be processed, through a fault of ours"))
 
 
-def _done(result: ImageHeader | Unpacked | None) -> bytes:
+def _done(result: Result | None) -> bytes:
     reply = json.dumps({"done": None if result is None else asdict(result)}).encode()
     if len(reply) > MAX_MESSAGE_BYTES:
         return _failed(InvalidRequest("more images than one JSON body may hold"))

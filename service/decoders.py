@@ -49,6 +49,7 @@ _ROOT = Path(__file__).parents[1]  # `service` can be imported from here, instal
 
 _HEADER = TypeAdapter(ImageHeader)
 _UNPACKED = TypeAdapter(child.Unpacked)
+_WRITTEN = TypeAdapter(child.Written)
 
 log = logging.getLogger("tpvision.decoders")
 
@@ -154,9 +155,10 @@ class DecoderPool:
         """
         return _HEADER.validate_python(await self._decode(child.HeaderTask(image.offset, image.length), image.fd))
 
-    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0) -> None:
+    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0) -> child.Written:
         """Decode an image file into the run's pixel rows, or those of one frame. Raises what `read_header` does."""
-        await self._decode(child.WriteTask(image.offset, image.length, plan, run, frame), image.fd)
+        task = child.WriteTask(image.offset, image.length, plan, run, frame)
+        return _WRITTEN.validate_python(await self._decode(task, image.fd))
 
     async def unpack(self, body: Body, route: Route, *, max_frames: int = 1) -> "UnpackedBody":
         """The images of a JSON body, which stays the caller's to close, like the result.

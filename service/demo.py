@@ -6,7 +6,6 @@ ships with the project, prints what came back, and stays up.
 
 import asyncio
 import json
-import logging
 import os
 import tempfile
 import time
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from service.demo_model import write_demo_model
+from service.logs import start_logging
 from service.server import serve
 from tp.settings import load_settings
 from tp.spec import check_world_size, read_spec
@@ -31,7 +31,6 @@ _REQUEST_TIMEOUT_S = 300.0
 
 async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int, once: bool, tp: int) -> int:
     """Make, serve, ask, print; then serve on until a signal, or exit at once. The exit status."""
-    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
     console = Console(highlight=False, soft_wrap=True)
     with _model_folder(out) as folder:
         _make_model(console, folder, size)
@@ -41,8 +40,10 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
             "parallel.tensor": tp,
             "parallel.device": "cpu",
             "server.port": port,
+            "server.log_format": "console",
         }
         settings = load_settings(environ=os.environ, flags=flags).settings
+        start_logging(settings)
         check_world_size(read_spec(folder), tp)
         stop = asyncio.Event()
 

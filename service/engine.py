@@ -21,10 +21,12 @@ from service.body import Body, ImageBytes, Item, VideoChunk
 from service.decoders import DecoderPool, UnpackedBody
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceError, WorkersLost
 from service.geometry import ImagePlan, plan_image
-from service.groups import WorkerGroups
+from service.groups import GROUP_STATES, WorkerGroups
 from service.header import ImageHeader
+from service.metrics import Metrics, ServiceState
 from service.modes import ModeChooser
 from service.plan import plan_capacity, sentences
+from service.record import RequestRecord
 from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import GroupLost, WorkerGroup
 from service.unpack import Route
@@ -58,11 +60,10 @@ class EncodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The embeddings of one request's images and video chunks, in order, and where the time went."""
+    """The embeddings of one request's images and video chunks, in order."""
 
     embeddings: Embeddings
     plans: Sequence[ImagePlan]
-    times_s: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Engine:
         self.layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[self.dtype])
         self.admission = Admission(settings.slab_patches, settings.limits)
         self.counts = RequestCounts()
+        self.metrics = Metrics(settings, model=self.model_name, dtype=self.dtype, read_state=self._read_state)
         self.ready = asyncio.Event()  # a group was ready at least once
         self._on_progress = on_progress
         self._batcher = Batcher(settings.capacity.max_patches_per_image)
@@ -131,19 +133,21 @@ class Engine:
         assert self.settings.model.path is not None
         return self.settings.model.name or self.settings.model.path.resolve().name
 
-    async def encode(self, images: Sequence[Item], options: EncodeOptions) -> Encoded:
+    async def encode(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> Encoded:
         """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image.
 
-        A video chunk takes the place of an image, with one run of tokens for all of its frames.
+        A video chunk takes the place of an image, with one run of tokens for all of its frames. What becomes of the
+        images, and when, is noted in the record.
         """
         self.check_serving()
+        record.policy = options.policy
         entries: list[Entry] = []
         task = asyncio.current_task()
         assert task is not None
         with self._active(task):  # from here on it is accepted, and gets exactly one answer
             try:
                 async with asyncio.timeout(self.settings.limits.request_timeout_s):
-                    return await self._encode(images, options, entries)
+                    return await self._encode(images, options, record, entries)
             except TimeoutError:
                 raise self._too_late(entries) from None
             except asyncio.CancelledError:
@@ -154,27 +158,25 @@ class Engine:
                 for entry in entries:
                     entry.future.cancel()  # whoever is not answered by now is not wanted any more
 
-    async def _encode(self, images: Sequence[Item], options: EncodeOptions, entries: list[Entry]) -> Encoded:
-        started = time.monotonic()
-        plans = await self._plan(images, options)
-        planned = time.monotonic()
+    async def _encode(
+        self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord, entries: list[Entry]
+    ) -> Encoded:
+        with record.stage("header"):
+            plans = record.plans = await self._plan(images, options, record)
         with self.admission.admit([plan.patches for plan in plans], cost=self._cost(plans)) as permit:
-            await self._write_patches(images, plans, permit, options.param)
-            written = time.monotonic()
+            record.is_admitted = True
+            with record.stage("decode"):
+                preprocess_s = await self._write_patches(images, plans, permit, options.param)
+            record.end_with("preprocess", preprocess_s, of="decode")
             entries += self._make_entries(plans, permit)
             self._batcher.submit(entries)
             times = await _in_order({f"{options.param}[{i}]": entry.future for i, entry in enumerate(entries)})
-            settled = time.monotonic()
-            embeddings = await self._read_tokens(plans, permit, options)
-        stages = {
-            "header": planned - started,
-            "decode": written - planned,
-            "queue": max(entry.queue_s for entry in times),
-            "forward": max(entry.forward_s for entry in times),
-            "all_gather": max(entry.all_gather_s for entry in times),
-            "copy": time.monotonic() - settled,
-        }
-        return Encoded(embeddings, plans, stages)
+            last = max(times, key=lambda each: each.settled_at)
+            record.stages |= last.stages
+            record.rank_0_forward = last.rank_0_forward
+            with record.stage("copy"):
+                embeddings = await self._read_tokens(plans, permit, options)
+        return Encoded(embeddings, plans)
 
     async def unpack(self, body: Body, route: Route) -> UnpackedBody:
         """The images of a JSON body, read in a decode process; the caller closes the result."""
@@ -212,7 +214,7 @@ class Engine:
                 async with asyncio.timeout(timeout_s):
                     replies = await group.encode(batch.as_message(choice.mode))
             except (GroupLost, TimeoutError) as error:
-                group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs")
+                group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs", loss="hung")
                 if batch.entries[0].num_losses + 1 >= MAX_LOSSES:
                     self._groups.excuse(group, MAX_LOSSES)
                 await group.gone.wait()
@@ -221,6 +223,8 @@ class Engine:
             self._groups.note_work()
             self.admission.note_batch(batch.cost, time.monotonic() - started)
             self._modes.note(choice.mode, batch.costs, max(reply.forward_s + reply.all_gather_s for reply in replies))
+            plans = [entry.plan for entry in batch.entries]
+            self.metrics.note_batch(plans, replies, group=group.index, mode=choice.mode)
             self._batcher.settle(batch, replies)
 
     async def start(self) -> None:
@@ -239,6 +243,7 @@ class Engine:
             self.spec,
             self.slab,
             on_ready=self._start_dispatching,
+            on_lost=lambda group: self.metrics.note_loss(group.index, group.loss),
             on_progress=self._on_progress,
         )
         self.failure.add_done_callback(self._fail_waiting)
@@ -269,7 +274,7 @@ class Engine:
         await self._decoders.stop()
         self.slab.close()
 
-    async def _plan(self, images: Sequence[Item], options: EncodeOptions) -> list[ImagePlan]:
+    async def _plan(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> list[ImagePlan]:
         files = {name: file for index, item in enumerate(images) for name, file in _files(item, options.param, index)}
         headers = iter(await _in_order({name: self._decoders.read_header(file) for name, file in files.items()}))
         capacities = self.settings.capacity.patch_capacities
@@ -278,6 +283,7 @@ class Engine:
             param = f"{options.param}[{index}]"
             num_frames = len(item.frames) if isinstance(item, VideoChunk) else None
             size = _common_size([next(headers) for _ in range(num_frames or 1)], param)
+            record.sizes.append(size)
             try:
                 plan = plan_image(*size, self.spec.processor, capacities, options.policy, num_frames=num_frames)
             except ServiceError as error:
@@ -289,13 +295,14 @@ class Engine:
 
     async def _write_patches(
         self, images: Sequence[Item], plans: Sequence[ImagePlan], permit: Permit, param: str
-    ) -> None:
+    ) -> float:
+        """The seconds of it that the slowest image took once it was decoded."""
         work = {
             name: self._decoders.write_patches(file, plan, rows.run, frame)
             for index, (item, plan, rows) in enumerate(zip(images, plans, permit.rows, strict=True))
             for frame, (name, file) in enumerate(_files(item, param, index))
         }
-        await _in_order(work)
+        return max(written.preprocess_s for written in await _in_order(work))
 
     def _make_entries(self, plans: Sequence[ImagePlan], permit: Permit) -> list[Entry]:
         loop = asyncio.get_running_loop()
@@ -337,6 +344,25 @@ class Engine:
         limit_s = self.settings.limits.batch_timeout_s
         expected_s = self.admission.expected_batch_s(batch.cost)
         return limit_s if expected_s is None else min(limit_s, max(_HANG_FLOOR_S, _HANG_FACTOR * expected_s))
+
+    def _read_state(self) -> ServiceState:
+        groups = self._groups
+        slab_patches = self.admission.allocator.num_patches
+        return ServiceState(
+            queue_requests=self.counts.in_flight,
+            queue_images=len(self._batcher),
+            queue_cost_seconds=self.admission.expected_wait_s(),
+            queue_bytes=self.admission.bytes_in_flight,
+            slab_patches=slab_patches,
+            slab_used_patches=slab_patches - self.admission.allocator.num_free,
+            ready=self.state == "ready",
+            accepted_total=self.counts.accepted,
+            answered_total=self.counts.answered,
+            client_gone_total=self.counts.client_gone,
+            decoders_replaced_total=self._decoders.num_replaced,
+            group_state={(str(i), each): each == now for i, now in groups.states.items() for each in GROUP_STATES},
+            group_restarts_total={(str(index),): number for index, number in groups.restarts.items()},
+        )
 
     def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
         self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good", retry_after_s=_RETRY_S))

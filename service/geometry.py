@@ -64,8 +64,18 @@ class ImagePlan:
     original_size: tuple[int, int]  # upright, where orientation is applied
     fit: Fit
     tier: int  # the smallest capacity that holds this image alone
-    downscaled: bool  # by the capacity; the model's own resize shows in encoded_size only
+    own_size: tuple[int, int]  # what the model's rule alone would encode it at
     num_frames: int | None = None  # of a video chunk; None: an image
+
+    @property
+    def downscaled(self) -> bool:
+        """Whether the capacity made it smaller; the model's own resize shows in encoded_size only."""
+        return self.encoded_size != self.own_size
+
+    @property
+    def scale(self) -> float:
+        """The longer encoded side over what it would be by the model's rule alone; 1 unless downscaled."""
+        return max(self.encoded_size) / max(self.own_size)
 
     @property
     def encoded_size(self) -> tuple[int, int]:
@@ -86,6 +96,16 @@ class ImagePlan:
     def patches(self) -> int:
         """Rows of the pixel arena that the image takes."""
         return self.grid.num_patches
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of all frames, after padding."""
+        return math.prod(self.padded_size) * self.grid.t
+
+    @property
+    def padding_pixels(self) -> int:
+        """Those of them that the padding added."""
+        return self.pixels - math.prod(self.encoded_size) * self.grid.t
 
 
 def plan_image(
@@ -111,7 +131,7 @@ def plan_image(
         if policy == "refuse":
             raise _too_many_patches(frames * own.patches, top, chosen if frames * chosen.patches <= top else None)
     tier = check_image_patches(frames * chosen.patches, capacities)
-    return ImagePlan((width, height), chosen, tier, downscaled=chosen != own, num_frames=num_frames)
+    return ImagePlan((width, height), chosen, tier, own.size, num_frames)
 
 
 def frame_rule(processor: ProcessorSpec, num_frames: int) -> ProcessorSpec:

@@ -9,7 +9,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
 from service.transport import ControlServer, WorkerGroup
@@ -19,6 +19,9 @@ from tp.slab import Slab
 from tp.spec import EncoderSpec
 
 log = logging.getLogger("tpvision.groups")
+
+GroupState = Literal["starting", "ready", "lost", "given_up"]
+GROUP_STATES: tuple[GroupState, ...] = get_args(GroupState)
 
 _STOP_TIMEOUT_S = 10.0
 _MAX_EXCUSED_IN_A_ROW = 5  # poison images without a single good batch between them
@@ -34,18 +37,20 @@ class WorkerGroups:
         slab: Slab,
         *,
         on_ready: Callable[[WorkerGroup], None],
+        on_lost: Callable[[WorkerGroup], None],
         on_progress: Callable[[int, int, wire.Progress], None],
     ) -> None:
         """`on_progress(group, rank, progress)` is called while ranks read weights."""
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._settings = settings
         self._on_ready = on_ready
+        self._on_lost = on_lost
         self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
         self._launchers: dict[int, GroupLauncher] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._num_excused_in_a_row = 0
-        self._num_given_up = 0
+        self._given_up: set[int] = set()
         self._control = ControlServer(
             settings.parallel.socket or Path(self._folder.name) / "control.sock",
             contract=wire.contract_for(settings, spec, settings.parallel.tensor),
@@ -60,6 +65,19 @@ class WorkerGroups:
     def ready(self) -> list[WorkerGroup]:
         """The groups that take batches now."""
         return [group for group in self._control.groups.values() if group.ready.is_set() and not group.lost.is_set()]
+
+    @property
+    def states(self) -> dict[int, GroupState]:
+        """Of every group that there is to be."""
+        return {index: self._state(index) for index in range(self._settings.parallel.groups)}
+
+    @property
+    def restarts(self) -> dict[int, int]:
+        """Launches of every group after its first; of ranks that are not ours, those that got as far as a hello."""
+        launches = self._control.num_incarnations | {
+            index: launcher.num_launches for index, launcher in self._launchers.items()
+        }
+        return {index: max(0, launches.get(index, 0) - 1) for index in range(self._settings.parallel.groups)}
 
     @property
     def pids(self) -> list[int]:
@@ -77,7 +95,7 @@ class WorkerGroups:
                 socket_path=self._control.path,
                 start_timeout_s=parallel.start_timeout_s,
             )
-            self.spawn(self._supervise(self._launchers[index]))
+            self.spawn(self._supervise(index))
 
     async def stop(self, *, now: bool) -> None:
         """End every group; `now` does not wait for the ranks to end by themselves."""
@@ -112,6 +130,16 @@ class WorkerGroups:
             self._launchers[group.index].excuse_losses(num_losses)
             self._num_excused_in_a_row += 1
 
+    def _state(self, index: int) -> GroupState:
+        if index in self._given_up:
+            return "given_up"
+        group = self._control.groups.get(index)
+        if group is None:
+            return "starting"
+        if group.lost.is_set():
+            return "lost"
+        return "ready" if group.ready.is_set() else "starting"
+
     def _note_ready(self, group: WorkerGroup) -> None:
         if group.index in self._launchers:
             self._launchers[group.index].note_ready()
@@ -122,6 +150,7 @@ class WorkerGroups:
         if self._is_stopping:
             return
         log.error("group %d is lost: %s", group.index, group.reason)
+        self._on_lost(group)
         if group.is_fatal and group.index in self._launchers:
             self._fail(StartRefusedError(group.reason))
         self.spawn(self._bury(group))
@@ -131,14 +160,14 @@ class WorkerGroups:
             await self._launchers[group.index].kill(group.reason)
         await group.wait_for_ends()
 
-    async def _supervise(self, launcher: GroupLauncher) -> None:
+    async def _supervise(self, index: int) -> None:
         try:
-            await launcher.run()
+            await self._launchers[index].run()
         except StartRefusedError as error:
             self._fail(error)
         except BudgetSpentError as error:
-            self._num_given_up += 1
-            if self._num_given_up == len(self._launchers):
+            self._given_up.add(index)
+            if len(self._given_up) == len(self._launchers):
                 self._fail(error)
             else:
                 log.error("%s; the other groups serve on without it", error)

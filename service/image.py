@@ -10,7 +10,7 @@ turned into floats, to composite transparency.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -51,8 +51,9 @@ def write_patches(
     gray16: Gray16,
     out: _Bytes,
     frame: int = 0,
+    on_decoded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Decode `data` and write its patches, as `plan` has them, into `out`.
+    """Decode `data` and write its patches, as `plan` has them, into `out`; `on_decoded` is called in between.
 
     `out` is uint8 [patches, 3 * 14 * 14], C-contiguous; all rows of this frame are written, which for an image are all.
     Rows are ordered by merged token, row-major over blocks of 28 x 28 pixels, then by frame, then by patch in the
@@ -63,6 +64,7 @@ def write_patches(
     patch = processor.patch_size
     assert out.shape == (plan.patches, CHANNELS * patch**2) and out.flags.c_contiguous, out.shape
     image = _decode(data, plan, orientation=orientation, gray16=gray16)
+    on_decoded()
     with decoding("image"):
         if processor.fill_stage == "before_resize":
             image = _to_rgb(image, processor.background)

@@ -59,6 +59,7 @@ class GroupLauncher:
         self._kill_reason: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
         self._is_ready = asyncio.Event()
+        self.num_launches = 0
 
     @property
     def pid(self) -> int | None:
@@ -119,6 +120,7 @@ class GroupLauncher:
         self._error_file.unlink(missing_ok=True)
         self._kill_reason = None
         self._is_ready.clear()
+        self.num_launches += 1
         self._process = await asyncio.create_subprocess_exec(
             *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )

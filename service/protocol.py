@@ -16,7 +16,6 @@ import logging
 import struct
 import termios
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,11 +25,12 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError
+from service.record import RequestRecord
 from tp.settings import LimitSettings
 
 log = logging.getLogger("tpvision.http")
 
-PROBES = ("/livez", "/readyz", "/health")
+PROBES = ("/livez", "/readyz", "/health", "/metrics")  # whoever watches the service; always answered, never logged
 
 _PROBE_URLS = frozenset(path.encode() for path in PROBES)
 _MAX_HEADERS = 128  # a header costs us far more than the four bytes that `a:` and its line end take
@@ -94,10 +94,19 @@ class ConnectionTable:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Its timer belongs to its state, see above; a second one watches what is not sent yet."""
 
-    def __init__(self, *arguments: Any, limits: LimitSettings, table: ConnectionTable, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        limits: LimitSettings,
+        table: ConnectionTable,
+        on_refused: Callable[[ServiceError], str],
+        **options: Any,
+    ) -> None:
+        """`on_refused` is told of what is refused before it is a request, and gives the id for its answer."""
         super().__init__(*arguments, **options)
         self._limits = limits
         self._table = table
+        self._on_refused = on_refused
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._active: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest, in a pipeline another one
@@ -121,6 +130,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table.remove(self)
         self._disarm()
         self._stop_watching()
+        if self._is_answering and not self._is_refused and (record := self._record) is not None:
+            record.client_gone = True
         self._abandon()
         super().connection_lost(exc)
 
@@ -147,6 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_message = self._in_head = True
         self._head_bytes = 0
         super().on_message_begin()
+        self.scope["state"]["started"] = time.monotonic()
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request line."""
@@ -216,6 +228,11 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._active is not None and not self._active.response_complete
 
     @property
+    def _record(self) -> RequestRecord | None:
+        """Of the request that is answered, or was last, once the application has seen it."""
+        return None if self._active is None else self._active.scope["state"].get("record")
+
+    @property
     def _is_idle(self) -> bool:
         return not self._is_answering and not self._in_message and self._unparsed_bytes == 0
 
@@ -261,14 +278,22 @@ class BoundedProtocol(HttpToolsProtocol):
             assert self._active is not None
             self._active.keep_alive = False  # an earlier request's answer goes first, and is the last
             return
+        request_id = self._note_refusal(error)
         self._abandon()
-        request_id = uuid.uuid4().hex
-        log.info("refused %d %s id=%s", error.status, error.code, request_id)
         self.transport.write(self._refusal_bytes(error, request_id))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._arm(_LINGER_S, self.transport.close)
         self._table.mark_waiting(self)
+
+    def _note_refusal(self, error: ServiceError) -> str:
+        """Tell of it once, here or in the record of the request in progress; the id for the answer."""
+        if self._active is not None and self._is_answering:
+            if self._record is not None:
+                self._record.note_error(error)
+                return self._record.request_id
+            self._active.scope["state"]["refused"] = True  # before the application has seen it, which it need not
+        return self._on_refused(error)
 
     def _can_still_refuse(self) -> bool:
         """Whether it is the body of the request in progress that is at fault, and its answer has not begun."""
@@ -302,15 +327,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _check_sending(self) -> None:
         left = self._count_unsent()
         if self._num_unsent - left < _MIN_READ_BYTES:
-            log.info("closed: an answer was not read for %g s id=%s", self._limits.send_timeout_s, self._request_id())
+            request_id = "-" if self._record is None else self._record.request_id
+            log.info("closed: an answer was not read for %g s id=%s", self._limits.send_timeout_s, request_id)
             self.transport.abort()
         else:
             self._num_unsent = left
             self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._check_sending)
-
-    def _request_id(self) -> str:
-        state = {} if self._active is None else self._active.scope.get("state", {})
-        return str(state.get("request_id", "-"))
 
     def _count_unsent(self) -> int:
         """Bytes that the client has not acknowledged: ours, and the kernel's, which move in much larger steps."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,12 +15,13 @@ from service import schemas
 from service.admission import HeldBytes
 from service.body import Body, Item, receive_body, receive_multipart
 from service.decoders import UnpackedBody
-from service.engine import Encoded, EncodeOptions, Engine
+from service.engine import EncodeOptions, Engine
 from service.errors import InvalidRequest, ModelNotFound, Unauthorized
 from service.fetch import Fetcher
 from service.geometry import ImagePlan, effective_policy
 from service.keys import KeyRing
 from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, error_responses
+from service.record import RequestRecord
 from service.tokens import TokenOptions
 from tp.spec import ITEMSIZE, Dtype
 
@@ -86,6 +86,11 @@ def engine_of(request: Request) -> Engine:
     return request.app.state.engine  # type: ignore[no-any-return]
 
 
+def record_of(request: Request) -> RequestRecord:
+    """What is noted of this request."""
+    return request.state.record  # type: ignore[no-any-return]
+
+
 def check_key(request: Request) -> None:
     """Raise Unauthorized unless no keys are configured or the Bearer token is one of them."""
     keys: KeyRing | None = request.app.state.keys
@@ -109,6 +114,7 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
     """
     engine = engine_of(request)
     form = schemas.choose_form(",".join(request.headers.getlist("accept")))
+    record_of(request).form = schemas.SHORT_NAMES[form]
     pooled = query.output == "pooled"
     dtype = query.dtype or ("float32" if pooled else schemas.default_dtype(form, engine.dtype))
     schemas.check_form(form, dtype)
@@ -119,11 +125,10 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
             tokens=TokenOptions(dtype, pooled, query.normalize),
             check_plans=check_plans,
         )
-        encoded = await _unless_gone(request, engine.encode(intake.images, options))
+        encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request)))
     context = _context(request, engine)
     return await _respond(
         request,
-        encoded,
         lambda: schemas.encode_embeddings(form, encoded.embeddings, encoded.plans, context, query.encoding_format),
     )
 
@@ -132,6 +137,7 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
 async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -> Response:
     """OpenAI's embeddings API over images: one mean vector an image, or with `pooling: none` its matrix of tokens."""
     engine = engine_of(request)
+    record_of(request).form = schemas.SHORT_NAMES["application/json"]
     async with _receive(request, "embeddings") as intake:
         assert intake.unpacked is not None and intake.unpacked.options is not None
         asked = intake.unpacked.options
@@ -151,11 +157,10 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
                 engine, "application/json", "float32", pooled=pooled, encoding=asked.encoding_format
             ),
         )
-        encoded = await _unless_gone(request, engine.encode(intake.images, options))
+        encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request)))
     context = _context(request, engine)
     return await _respond(
         request,
-        encoded,
         lambda: schemas.openai_embeddings(encoded.embeddings, encoded.plans, context, asked.encoding_format),
     )
 
@@ -185,40 +190,39 @@ async def capacity(request: Request) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> AsyncIterator[Intake]:
     """The request's images in memory files that live as long as the block."""
-    engine = engine_of(request)
-    engine.check_serving()
-    limits = engine.settings.limits
-    started = time.monotonic()
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    engine_of(request).check_serving()
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(HeldBytes(engine.admission))
-        if content_type == "multipart/form-data" and route == "encode":
-            body, parts = await receive_multipart(
-                request,
-                max_bytes=limits.max_body_bytes,
-                max_images=limits.max_images_per_request,
-                timeout_s=limits.body_timeout_s,
-                on_bytes=held.add,
-            )
-            stack.enter_context(body)
-            intake = Intake([part.image for part in parts], None)
-        else:
-            body = stack.enter_context(
-                await receive_body(
-                    request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, on_bytes=held.add
-                )
-            )
-            if body.num_bytes == 0:
-                raise InvalidRequest("the body is empty")
-            if content_type == "application/json" or route == "embeddings":
-                unpacked = await engine.unpack(body, route)
-                stack.enter_context(unpacked)
-                held.add_unchecked(sum(image.length for image in unpacked.images))
-                intake = Intake(await _fetch(request, unpacked, held, stack, route), unpacked)
-            else:
-                intake = Intake([body.image], None)
-        request.state.receive_s = time.monotonic() - started
+        with record_of(request).stage("receive"):
+            intake = await _take_in(request, route, stack)
         yield intake
+
+
+async def _take_in(request: Request, route: Literal["encode", "embeddings"], stack: contextlib.ExitStack) -> Intake:
+    engine = engine_of(request)
+    limits = engine.settings.limits
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    held = stack.enter_context(HeldBytes(engine.admission))
+    if content_type == "multipart/form-data" and route == "encode":
+        body, parts = await receive_multipart(
+            request,
+            max_bytes=limits.max_body_bytes,
+            max_images=limits.max_images_per_request,
+            timeout_s=limits.body_timeout_s,
+            on_bytes=held.add,
+        )
+        stack.enter_context(body)
+        return Intake([part.image for part in parts], None)
+    body = stack.enter_context(
+        await receive_body(request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, on_bytes=held.add)
+    )
+    if body.num_bytes == 0:
+        raise InvalidRequest("the body is empty")
+    if content_type == "application/json" or route == "embeddings":
+        unpacked = await engine.unpack(body, route)
+        stack.enter_context(unpacked)
+        held.add_unchecked(sum(image.length for image in unpacked.images))
+        return Intake(await _fetch(request, unpacked, held, stack, route), unpacked)
+    return Intake([body.image], None)
 
 
 async def _fetch(
@@ -245,11 +249,11 @@ async def _fetch(
     return unpacked.items(list(images.values()))
 
 
-async def _respond(request: Request, encoded: Encoded, make: Callable[[], schemas.Answer]) -> Response:
-    started = time.monotonic()
-    answer = await asyncio.to_thread(make)
-    times_s = {"receive": request.state.receive_s, **encoded.times_s, "encode": time.monotonic() - started}
-    timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in times_s.items())
+async def _respond(request: Request, make: Callable[[], schemas.Answer]) -> Response:
+    record = record_of(request)
+    with record.stage("encode_response"):
+        answer = await asyncio.to_thread(make)
+    timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in record.times_s.items())
     held = HeldBytes(engine_of(request).admission)
     held.add_unchecked(answer.num_bytes)  # it is computed: refusing it now would help nobody
     return PartsResponse(answer, {"server-timing": timing}, held.release)
@@ -300,7 +304,7 @@ def _check_model(engine: Engine, name: str | None) -> None:
 
 
 def _context(request: Request, engine: Engine) -> schemas.AnswerContext:
-    return schemas.AnswerContext(request.state.request_id, engine.model_name, engine.spec)
+    return schemas.AnswerContext(record_of(request).request_id, engine.model_name, engine.spec)
 
 
 __all__ = ["ClientDisconnect", "GoneError", "router"]

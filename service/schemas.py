@@ -33,6 +33,12 @@ FORMS: tuple[Form, ...] = (
     "application/x-npy",
     "application/json",
 )
+SHORT_NAMES: dict[Form, str] = {  # in metrics and logs
+    "application/vnd.safetensors": "safetensors",
+    "application/octet-stream": "octet-stream",
+    "application/x-npy": "npy",
+    "application/json": "json",
+}
 GEOMETRY_HEADER = "x-tpvision-images"
 METADATA_HEADER = "metadata"
 MAX_HEADER_BYTES = 7000  # of the two together; clients and proxies refuse more than 8 KiB

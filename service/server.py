@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,6 +24,7 @@ from service.engine import Engine
 from service.keys import KeyRing
 from service.progress import LoadProgress
 from service.protocol import BoundedProtocol, ConnectionTable
+from service.reporter import Reporter, Spans
 from service.waiting import first_of
 from tp.process import reap_orphans
 from tp.settings import Settings
@@ -70,9 +72,11 @@ async def serve(
     listeners = _listen(settings)
     _allow_files(_FILES_PER_CONNECTION * settings.limits.max_connections + _OTHER_FILES)
     engine = Engine(settings, spec, on_progress=LoadProgress().update)
-    app = create_app(settings, engine)
-    apps = [app, create_probe_app(engine)][: len(listeners)]
-    servers = [Server(_uvicorn_config(settings, app)) for app in apps]
+    spans = _export_spans(settings)
+    reporter = Reporter(engine.metrics, spans)
+    app = create_app(settings, engine, reporter)
+    apps = [app, create_probe_app(engine, reporter)][: len(listeners)]
+    servers = [Server(_uvicorn_config(settings, app, reporter)) for app in apps]
     await engine.start()
     pairs = zip(servers, listeners, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in pairs]
@@ -91,6 +95,8 @@ async def serve(
             await first_of(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
     finally:
         await _end(engine, servers, serving, now=stop_now.is_set(), flush_until=flush_until)
+        if spans is not None:
+            await asyncio.to_thread(spans.stop)
         for task in beside:
             task.cancel()
         ends = await asyncio.gather(*beside, return_exceptions=True)
@@ -150,12 +156,29 @@ async def _announce(engine: Engine, urls: list[str], on_ready: Callable[[str], A
         await on_ready(url)
 
 
-def _uvicorn_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
+def _export_spans(settings: Settings) -> Spans | None:
+    """Where spans go. Raises ServeError without the extra that exports them."""
+    if settings.server.traces == "off":
+        return None
+    try:
+        from service.telemetry import SpanExport  # noqa: PLC0415 - an extra, which nothing else needs
+    except ModuleNotFoundError as error:
+        raise ServeError(f"server.traces needs the package {error.name}: pip install 'tpvision[otel]'") from error
+    return SpanExport.to_otlp()
+
+
+def _uvicorn_config(settings: Settings, app: FastAPI, reporter: Reporter) -> uvicorn.Config:
     limits = settings.limits
+    protocol: Any = partial(
+        BoundedProtocol,
+        limits=limits,
+        table=ConnectionTable(limits.max_connections),
+        on_refused=reporter.refuse,
+    )
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=partial(BoundedProtocol, limits=limits, table=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,

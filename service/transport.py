@@ -12,12 +12,15 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tp import wire
 from tp.slab import Slab
 
 log = logging.getLogger("tpvision.transport")
+
+Loss = Literal["died", "hung", "said_failure", "broke_protocol"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 
 _HELLO_TIMEOUT_S = 10.0
 _BACKLOG = 64
@@ -54,6 +57,7 @@ class WorkerGroup:
         self.ready = asyncio.Event()
         self.lost = asyncio.Event()
         self.reason = ""
+        self.loss: Loss = "died"  # the kind of it
         self.is_fatal = False  # the next incarnation would end the same way
         self.gone = asyncio.Event()  # lost, and no process of it can touch the slab any more
         self._replies: dict[int, dict[int, wire.Done]] = {}
@@ -81,10 +85,11 @@ class WorkerGroup:
         """Tell every rank to finish and exit 0."""
         self._send_to_all(wire.Stop())
 
-    def mark_lost(self, reason: str, *, is_fatal: bool = False) -> None:
+    def mark_lost(self, reason: str, *, loss: Loss = "died", is_fatal: bool = False) -> None:
         """Fail what is in flight and hang up on every rank, so that each watchdog ends its process. Idempotent."""
         if self.lost.is_set():
             return
+        self.loss = loss
         self.reason = reason
         self.is_fatal = is_fatal
         self.lost.set()
@@ -116,7 +121,8 @@ class WorkerGroup:
         """Note one rank's reply; the batch is finished when every rank has replied."""
         replies = self._replies.get(done.batch_id)
         if replies is None:
-            self.mark_lost(f"rank {rank} answered batch {done.batch_id}, which it was not given")
+            reason = f"rank {rank} answered batch {done.batch_id}, which it was not given"
+            self.mark_lost(reason, loss="broke_protocol")
             return
         replies[rank] = done
         future = self._waiting[done.batch_id]
@@ -145,6 +151,7 @@ class ControlServer:
     ) -> None:
         self.path = path
         self.groups: dict[int, WorkerGroup] = {}
+        self.num_incarnations: dict[int, int] = {}  # of each group, so far
         self.weights_fingerprint: str | None = None  # of the first rank ever; all others must agree
         self._contract = contract
         self._num_groups = num_groups
@@ -222,13 +229,14 @@ class ControlServer:
                     case wire.Done():
                         group.settle(number, message)
                     case wire.Failed():
-                        group.mark_lost(f"rank {number} failed: {message.reason}", is_fatal=message.is_fatal)
+                        reason = f"rank {number} failed: {message.reason}"
+                        group.mark_lost(reason, loss="said_failure", is_fatal=message.is_fatal)
                     case _:
-                        group.mark_lost(f"rank {number} sent a {type(message).__name__}")
+                        group.mark_lost(f"rank {number} sent a {type(message).__name__}", loss="broke_protocol")
         except (EOFError, OSError):
             group.mark_lost(f"rank {number} is gone")
         except wire.WireError as error:
-            group.mark_lost(f"rank {number} broke the protocol: {error}")
+            group.mark_lost(f"rank {number} broke the protocol: {error}", loss="broke_protocol")
             await rank.reader.read()  # until its end of the socket closes
 
     def _reason_to_refuse(self, hello: wire.Hello) -> str | None:
@@ -261,6 +269,7 @@ class ControlServer:
         if group is None or group.incarnation != hello.incarnation:
             group = WorkerGroup(hello.group, hello.incarnation, self._contract.world_size, self._on_lost)
             self.groups[hello.group] = group
+            self.num_incarnations[hello.group] = self.num_incarnations.get(hello.group, 0) + 1
         return group
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

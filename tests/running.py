@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -60,6 +61,17 @@ class RunningService:
             self.client.close()
         return code
 
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """The log's lines about requests, oldest first."""
+        lines = [json.loads(line) for line in self.log if line.startswith("{")]
+        return [line for line in lines if line["event"] == "request"]
+
+    def scrape(self) -> "Scrape":
+        answer = self.client.get("/metrics")
+        assert answer.status_code == 200, answer.text
+        return Scrape(answer.text)
+
     def encode(self, content: bytes, **query: str) -> httpx.Response:
         return self.client.post("/v1/encode", content=content, params=query)
 
@@ -71,6 +83,22 @@ class RunningService:
                 self.url = found[1]
                 self._ready.set()
         self._ready.set()  # it ended: whoever waits looks at `url`
+
+
+class Scrape:
+    """One look at /metrics."""
+
+    def __init__(self, text: str) -> None:
+        self.families = list(text_string_to_metric_families(text))
+        self.samples = [sample for family in self.families for sample in family.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples that have this name and these labels among theirs; 0 where there is none."""
+        return sum(
+            sample.value
+            for sample in self.samples
+            if sample.name == f"tpvision_{name}" and labels.items() <= sample.labels.items()
+        )
 
 
 REFERENCE_IMAGES = {"TPVISION_IMAGE__ORIENTATION": "ignore", "TPVISION_IMAGE__GRAY16": "reference"}
@@ -128,6 +156,11 @@ def ranks_of(service: RunningService) -> list[int]:
 def torchrun_of(service: RunningService) -> int:
     """The pid of the first group's torchrun."""
     return min(pid for pid in descendants(service.process.pid) if _argument_of(pid, 1) == "tp.launch")
+
+
+def decoders_of(service: RunningService) -> list[int]:
+    """The pids of the service's decode processes."""
+    return [pid for pid in descendants(service.process.pid) if _argument_of(pid, 1) == "service.decode_process"]
 
 
 def _argument_of(pid: int, skipped: int) -> str:

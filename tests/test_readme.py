@@ -1,10 +1,11 @@
-"""The README's promises that a machine can check: the settings table, and every curl line.
+"""The README's promises that a machine can check: the tables of settings and metrics, and every curl line.
 
-`python tests/test_readme.py` writes the settings table into the README.
+`python tests/test_readme.py` writes the tables into the README.
 """
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from make_photograph import PHOTOGRAPH
 from running import ROOT, RunningService
 
 from service.demo_model import write_demo_model
+from service.metrics import Metrics
 from tp.settings import Settings, known_names
 
 README = ROOT / "README.md"
-START, END = "<!-- settings: checked by tests/test_readme.py -->\n", "<!-- end of settings -->"
 CURL_LINES = [
     line for line in README.read_text().splitlines() if re.match(r"(curl|printf) .*http://127.0.0.1:8000", line)
 ]
@@ -33,9 +34,29 @@ def settings_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_settings_table_is_the_codes() -> None:
-    text = README.read_text()
-    assert text[text.index(START) + len(START) : text.index(END)] == settings_table()
+def metrics_table() -> str:
+    metrics = Metrics(Settings(), model="", dtype="", read_state=lambda: pytest.fail("nobody looks"))
+    lines = ["| metric | kind | labels | what |", "|---|---|---|---|"]
+    for each in metrics.catalogue:
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.help} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"settings": settings_table, "metrics": metrics_table}
+
+
+def split_at_table(text: str, name: str) -> tuple[str, str, str]:
+    """What stands before, in and after a table of the README."""
+    start, end = f"<!-- {name}: checked by tests/test_readme.py -->\n", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(start)
+    table, _, after = rest.partition(end)
+    return before + start, table, end + after
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_the_codes(name: str) -> None:
+    assert split_at_table(README.read_text(), name)[1] == TABLES[name]()
 
 
 @pytest.fixture(scope="module")
@@ -61,5 +82,6 @@ def test_there_are_curl_lines() -> None:
 
 
 if __name__ == "__main__":
-    text = README.read_text()
-    README.write_text(text[: text.index(START) + len(START)] + settings_table() + text[text.index(END) :])
+    for name, make in TABLES.items():
+        before, _, after = split_at_table(README.read_text(), name)
+        README.write_text(before + make() + after)

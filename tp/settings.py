@@ -229,7 +229,10 @@ class ServerSettings(_Section):
     host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback without keys is warned about.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 picks a free one and logs it.")
     probe_port: int | None = Field(
-        None, ge=0, le=65535, description="A second port that answers /livez, /readyz and /health, and nothing else."
+        None,
+        ge=0,
+        le=65535,
+        description="A second port that answers /livez, /readyz, /health and /metrics, and nothing else.",
     )
     api_keys_file: Path | None = Field(
         None, description="One key a line. Where set, /v1/* needs one as Bearer token. Read again when it changes."
@@ -238,7 +241,14 @@ class ServerSettings(_Section):
         (), description="Origins that browsers may call from. Off by default."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe level that is logged."
+        "info", description="Least severe level that is logged. Requests are info, those answered 5xx warning."
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="json: one object a line. console: for a person. auto: console on a terminal, else json."
+    )
+    traces: Annotated[Literal["off", "otlp"], BeforeValidator(_on_or_off)] = Field(
+        "off",
+        description="otlp: export OpenTelemetry spans (extra `otel`); its own OTEL_* variables say where to.",
     )
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -92,27 +93,34 @@ def victim(shared: Faulty) -> Iterator[Faulty]:
 def lost_at(service: RunningService) -> float:
     """Unix time of the last log line that says that a group is lost."""
     line = next(line for line in reversed(service.log) if "is lost" in line)
-    stamp, milliseconds = line.split(" INFO")[0].split(" ERROR")[0].split(",")
-    return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S")) + int(milliseconds[:3]) / 1000
+    return datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
+
+
+def lost(victim: Faulty, **labels: str) -> float:
+    return victim.service.scrape().value("lost_ranks_total", group="0", **labels)
 
 
 @pytest.mark.parametrize("where", ["before", "during", "after"])
 @pytest.mark.parametrize("what", ["raise", "exit 0", "kill", "memory"])
 def test_a_rank_that_dies_costs_nobody_an_answer(victim: Faulty, what: str, where: str) -> None:
     before = load(victim.service.encode(GOOD).content)["embeddings"]
+    num_lost = lost(victim)
     victim.arm(what, where=where)
     marked, neighbours = victim.send_with_neighbours()
     assert [answer.status_code for answer in [marked, *neighbours]] == [200] * 7
     for answer in neighbours:
         torch.testing.assert_close(load(answer.content)["embeddings"], before, rtol=0, atol=1e-4)
     assert lost_at(victim.service) - victim.fired_at < 1
+    assert lost(victim) == num_lost + 1
 
 
 @pytest.mark.parametrize("what", ["sleep", "stop", "mismatch"])
 def test_a_rank_that_hangs_is_ended_at_the_batch_deadline(victim: Faulty, what: str) -> None:
+    num_hung = lost(victim, reason="hung")
     victim.arm(what, where="during")
     marked, neighbours = victim.send_with_neighbours()
     assert [answer.status_code for answer in [marked, *neighbours]] == [200] * 7
+    assert lost(victim, reason="hung") == num_hung + 1
     assert lost_at(victim.service) - victim.fired_at < 4.5  # the deadline is 3 s, the collective's 5 s
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from service.admission import RowAllocator, Rows
-from service.batcher import Batcher, Entry
+from service.batcher import Batcher, Entry, EntryTimes
 from service.errors import EncodeFailed, NonFiniteOutput, NotReady
 from service.geometry import plan_image
 from tp import wire
@@ -64,7 +64,7 @@ async def test_settling_answers_each_and_frees_the_rows() -> None:
     batch = batcher.take()
     assert batch
     batcher.settle(batch, done(batch.batch_id, 1))
-    assert (await good.future).forward_s == 0.5
+    assert (await good.future).submitted_at == good.submitted_at
     with pytest.raises(NonFiniteOutput):
         await bad.future
     for each in (good, bad):
@@ -103,3 +103,13 @@ async def test_whoever_waits_when_everything_fails_is_told() -> None:
     with pytest.raises(NotReady):
         await waiting.future
     assert len(batcher) == 0
+
+
+def test_stages_are_the_slowest_ranks_and_end_together() -> None:
+    replies = [
+        wire.Done(batch_id=1, non_finite=[], forward_s=2.0, all_gather_s=1.25),  # waits a second for the other
+        wire.Done(batch_id=1, non_finite=[], forward_s=3.0, all_gather_s=0.25),
+    ]
+    times = EntryTimes(submitted_at=5.0, dispatched_at=6.5, settled_at=10.0, replies=replies)
+    assert times.stages == {"queue": (5.0, 6.5), "forward": (6.75, 9.75), "all_gather": (9.75, 10.0)}
+    assert times.rank_0_forward == (6.75, 8.75)

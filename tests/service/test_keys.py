@@ -1,5 +1,6 @@
 """The key file: what it may hold, how it is read again, and who is let in by a real service."""
 
+import json
 import logging
 import os
 import time
@@ -150,7 +151,7 @@ def test_keys_are_needed_for_v1_alone(service: RunningService) -> None:
     for path in ("/v1/encode", "/v1/embeddings", "/v1/models", "/v1/capacity"):
         assert status(service, path) == 401
         assert status(service, path, "wrong-key") == 401
-    for path in ("/livez", "/readyz", "/health", "/openapi.json", "/docs"):
+    for path in ("/livez", "/readyz", "/health", "/metrics", "/openapi.json", "/docs"):
         assert status(service, path) == 200
     for path in ("/v1/encode", "/v1/models", "/v1/capacity"):
         assert status(service, path, "first-key") == status(service, path, "second-key") == 200
@@ -194,9 +195,9 @@ def test_keys_change_without_a_restart(service: RunningService, key_file: Path) 
 
 def test_probes_have_their_own_port(service: RunningService) -> None:
     (line,) = [line for line in service.log if "probes at http://" in line]
-    url = line.split("probes at ")[1].strip()
+    url = json.loads(line)["event"].split("probes at ")[1]
     with httpx.Client(base_url=url, trust_env=False) as client:
-        for path in ("/livez", "/readyz", "/health"):
+        for path in ("/livez", "/readyz", "/health", "/metrics"):
             assert client.get(path).status_code == 200
         for path in ("/v1/models", "/docs", "/openapi.json", "/"):
             answer = client.get(path)

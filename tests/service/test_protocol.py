@@ -18,12 +18,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from service.errors import ServiceError
 from service.protocol import BoundedProtocol, ConnectionTable
+from service.record import RequestRecord
 from tp.settings import LimitSettings
 
 QUICK = {"header_timeout_s": 0.3, "keep_alive_timeout_s": 0.3, "send_timeout_s": 0.3}
 PATIENT = {"header_timeout_s": 20, "keep_alive_timeout_s": 20, "send_timeout_s": 20}
 BIG_BYTES = 24 * 2**20
+ID = "0123456789abcdef" * 2
 
 
 @dataclass
@@ -34,9 +37,17 @@ class Service:
     events: list[str] = field(default_factory=list)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     clients: list["Client"] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def note_refused(self, error: ServiceError) -> str:
+        self.refused.append(error.code)
+        return ID
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        record = scope["state"]["record"] = RequestRecord(ID, started=scope["state"]["started"])
+        self.records.append(record)
         match scope["path"]:
             case "/big":
                 await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -115,7 +126,8 @@ def run(use: Callable[[Service], Awaitable[None]], **limits: Any) -> Service:
     async def serve() -> Service:
         service = Service()
         settings = LimitSettings(**{**PATIENT, **limits})
-        protocol: Any = partial(BoundedProtocol, limits=settings, table=ConnectionTable(settings.max_connections))
+        table = ConnectionTable(settings.max_connections)
+        protocol: Any = partial(BoundedProtocol, limits=settings, table=table, on_refused=service.note_refused)
         config = uvicorn.Config(
             service,
             http=protocol,
@@ -157,7 +169,7 @@ async def refused(client: Client, status: int, code: str) -> None:
     assert (answer.status, answer.code) == (status, code)
     assert answer.headers["connection"] == "close"
     assert answer.headers["content-type"] == "application/json"
-    assert len(answer.headers["x-request-id"]) == 32
+    assert answer.headers["x-request-id"] == ID
     assert b"secret" not in answer.body and len(answer.body) < 500
     await client.wait_closed()
 
@@ -305,7 +317,38 @@ def test_a_broken_chunk_ends_the_request() -> None:
         await client.send(b"secret")
         await refused(client, 400, "invalid_request")
 
-    assert run(use).events == ["gone"]
+    service = run(use)
+    assert service.events == ["gone"]
+    assert [(record.status, record.code, record.client_gone) for record in service.records] == [
+        (400, "invalid_request", False)
+    ]
+    assert service.refused == []  # the record tells of it
+
+
+def test_what_is_refused_is_told_of_once() -> None:
+    async def use(service: Service) -> None:
+        await (await service.connect()).get("/a")
+        for data in (b"secret\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"s:\r\n" * 200):
+            client = await service.connect()
+            await client.send(data)
+            await client.answer()
+
+    service = run(use)
+    assert service.refused == ["invalid_request", "headers_too_large"]
+    assert [record.code for record in service.records] == [""]
+
+
+def test_a_request_begins_with_its_first_byte() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(b"GET /a HT")
+        await asyncio.sleep(0.3)
+        sent = time.monotonic()
+        await client.send(b"TP/1.1\r\nHost: x\r\n\r\n")
+        await client.answer()
+        assert 0.25 < sent - service.records[0].started < 5
+
+    run(use)
 
 
 def test_pipelined_requests_are_answered_in_order() -> None:
@@ -340,7 +383,7 @@ def test_a_client_that_leaves_a_pipeline_is_noticed() -> None:
         client.writer.close()
         await until(lambda: service.events == ["gone"])
 
-    run(use)
+    assert [record.client_gone for record in run(use).records] == [True]
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5) -> float:
@@ -433,7 +476,7 @@ def test_an_answer_that_is_not_read_is_cut_off(quiet_log: pytest.LogCaptureFixtu
         assert 0.25 < await until(lambda: service.events == ["big sent"]) < 3
 
     run(use, **QUICK)
-    assert "closed: an answer was not read for 0.3 s id=-" in [record.getMessage() for record in quiet_log.records]
+    assert f"closed: an answer was not read for 0.3 s id={ID}" in [record.getMessage() for record in quiet_log.records]
 
 
 def test_an_answer_that_is_read_slowly_arrives() -> None:
