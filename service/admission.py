@@ -144,6 +144,7 @@ class Admission:
     def __init__(self, num_patches: int, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.allocator = RowAllocator(num_patches)
         self.queued_cost = 0.0  # admitted and not yet answered
+        self._num_admitted = 0
         self.bytes_in_flight = 0  # bodies being read, answers not yet sent
         self._limits = limits
         self._clock = clock
@@ -169,14 +170,16 @@ class Admission:
         runs = self.allocator.allocate(sizes)
         if runs is None:
             raise self._overloaded(f"{total} patches do not fit beside what is in flight", cost)
-        if self.queued_cost == 0:
+        if self._num_admitted == 0:
             self._drained_until = self._clock()  # there was nothing to do until now
         permit = Permit([Rows(run, self.allocator) for run in runs])
+        self._num_admitted += 1
         self.queued_cost += cost
         try:
             yield permit
         finally:
-            self.queued_cost -= cost
+            self._num_admitted -= 1
+            self.queued_cost = self.queued_cost - cost if self._num_admitted else 0.0  # floats may leave a rest
             for rows in permit.rows:
                 rows.release()
 

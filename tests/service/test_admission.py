@@ -1,5 +1,7 @@
 """Admission: rows, bytes and queue length, granted at once or refused."""
 
+from contextlib import ExitStack
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +150,21 @@ def test_idle_time_does_not_slow_the_measured_rate() -> None:
         admission.note_batch(cost=4000, seconds=2)
         assert admission.expected_wait_s() == pytest.approx(2)
     assert admission.expected_batch_s(4000) == pytest.approx(1.5, rel=0.1)
+
+
+def test_idle_time_does_not_count_after_costs_that_do_not_sum_up_to_nothing() -> None:
+    clock = Clock()
+    admission = measured(clock)
+    with ExitStack() as last:
+        last.enter_context(admission.admit([4], cost=0.1))
+        with admission.admit([4], cost=0.2), admission.admit([4], cost=0.3):
+            pass
+    assert admission.queued_cost == admission.expected_wait_s() == 0
+    clock.now += 3600
+    with admission.admit([4], cost=4000):
+        clock.now += 2
+        admission.note_batch(cost=4000, seconds=2)
+        assert admission.expected_wait_s() == pytest.approx(2)
 
 
 def test_bytes_count_until_released() -> None:
