@@ -150,7 +150,12 @@ def is_alive(pid: int) -> bool:
 
 def ranks_of(service: RunningService) -> list[int]:
     """The pids of the service's ranks, oldest first."""
-    return sorted(pid for pid in descendants(service.process.pid) if _argument_of(pid, 2) == "tp.worker")
+    return ranks_below(service.process.pid)
+
+
+def ranks_below(pid: int) -> list[int]:
+    """The pids of the ranks below a process, oldest first."""
+    return sorted(found for found in descendants(pid) if _argument_of(found, 2) == "tp.worker")
 
 
 def torchrun_of(service: RunningService) -> int:

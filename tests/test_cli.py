@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 from make_photograph import acceptance_picture
-from running import GOLDEN, ROOT, RunningService, descendants, is_alive, ranks_of, wait_until
+from running import GOLDEN, ROOT, RunningService, descendants, is_alive, ranks_below, ranks_of, wait_until
 
 MODEL = GOLDEN / "tiny-k3-f32"
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
@@ -152,6 +152,11 @@ def test_external_workers_join_over_a_shared_socket(tmp_path: Path) -> None:
     try:
         service = RunningService([*arguments, "--workers", "external"]).wait_ready()
         assert service.encode(GOOD).status_code == 200
+        assert service.scrape().value("group_restarts_total") == 0
+        os.kill(ranks_below(worker.pid)[0], signal.SIGKILL)
+        wait_until(lambda: service.scrape().value("group_state", state="lost") == 1)
+        wait_until(lambda: service.scrape().value("group_state", state="ready") == 1, timeout_s=60)
+        assert service.scrape().value("group_restarts_total") == 1
         pids = descendants(worker.pid)
         worker.send_signal(signal.SIGTERM)  # both at once, as a container runtime does
         assert service.stop() == 0

@@ -198,6 +198,17 @@ def test_a_plan_reports_everything() -> None:
     assert (plan.tier, plan.downscaled) == (1024, False)
 
 
+def test_a_plan_tells_its_scale_and_its_padding() -> None:
+    plan = plan_image(64, 48, K3, (1024,), "refuse")  # padded to 84 x 56
+    assert (plan.scale, plan.pixels, plan.padding_pixels) == (1, 84 * 56, 84 * 56 - 64 * 48)
+    plan = plan_image(1806, 448, K3, (4096,), "downscale")  # 65 x 16 tokens become 64 x 16
+    assert (plan.own_size, plan.encoded_size) == ((1806, 448), (1792, 444))
+    assert plan.scale == pytest.approx(1792 / 1806)
+    assert plan.padding_pixels == 4 * 1792
+    chunk = plan_image(64, 48, K3, (1024,), "refuse", num_frames=3)
+    assert (chunk.pixels, chunk.padding_pixels) == (3 * 84 * 56, 3 * (84 * 56 - 64 * 48))
+
+
 def test_the_models_own_resize_is_not_called_downscaled() -> None:
     plan = plan_image(8000, 6000, K25, (4096, 16384, 20000), "downscale")
     assert plan.encoded_size == (2071, 1553)
