@@ -23,7 +23,7 @@ MAX_LOSSES = 2  # an entry in flight at this many group losses is given up as po
 
 @dataclass(frozen=True, slots=True)
 class EntryTimes:
-    """When an entry was where, by time.monotonic, and what its ranks told in order: durations, up to the end."""
+    """When an entry was where, by time.monotonic, and the durations that its ranks told, in their order."""
 
     submitted_at: float
     dispatched_at: float
@@ -33,21 +33,19 @@ class EntryTimes:
     @property
     def stages(self) -> dict[Stage, Interval]:
         """From the queue to the tokens in the slab, as the slowest rank had it: it waits for nobody to gather with."""
-        forward = self._forward(max(self.replies, key=lambda reply: reply.forward_s))
+        slowest = max(self.replies, key=lambda reply: reply.forward_s)
+        gathering_at = self.settled_at - slowest.all_gather_s
         return {
             "queue": (self.submitted_at, self.dispatched_at),
-            "forward": forward,
-            "all_gather": (forward[1], self.settled_at),
+            "forward": (gathering_at - slowest.forward_s, gathering_at),
+            "all_gather": (gathering_at, self.settled_at),
         }
 
     @property
     def rank_0_forward(self) -> Interval:
-        """The forward of the rank that writes the tokens."""
-        return self._forward(self.replies[0])
-
-    def _forward(self, reply: wire.Done) -> Interval:
-        gathering_at = self.settled_at - reply.all_gather_s
-        return gathering_at - reply.forward_s, gathering_at
+        """The forward of rank 0, which begins with the others'."""
+        started_at, _ = self.stages["forward"]
+        return started_at, started_at + self.replies[0].forward_s
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ ours: routes and error codes, not paths; tiers, groups and ranks as configured.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -19,6 +19,7 @@ from service.geometry import ImagePlan
 from service.record import STAGES, RequestRecord
 from service.transport import LOSSES, Loss
 from service.version import installed_version
+from tp.modes import Mode
 from tp.settings import Settings
 from tp.wire import Done
 
@@ -108,7 +109,9 @@ class Metrics(Collector):
         self._pixels = self._counter("pixels_total", "Pixels of encoded images, padding included.")
         self._padding = self._counter("padding_pixels_total", "Pixels that padding added to them.")
         self._batches = self._counter(
-            "batches_total", "Batches encoded. mode: tp, each image by all ranks of a group together.", "mode"
+            "batches_total",
+            "Batches encoded. mode: tp, all ranks on each image, or dp, each on its own.",
+            "mode",
         )
         self._batch_patches = self._histogram("batch_patches", "Patches of a batch.", _PATCHES)
         self._batch_images = self._histogram("batch_images", "Images of a batch.", _IMAGES)
@@ -119,7 +122,7 @@ class Metrics(Collector):
             *("group", "rank"),
         )
         self._skew = self._histogram(
-            "batch_skew_seconds", "Of each batch: the slowest rank's forward minus the fastest one's.", _SKEW_SECONDS
+            "batch_skew_seconds", "Of each tp batch: the slowest rank's forward minus the fastest one's.", _SKEW_SECONDS
         )
         self._lost_ranks = self._counter(
             "lost_ranks_total", "Ranks whose loss ended their group. reason: what was seen first.", "group", "reason"
@@ -151,7 +154,7 @@ class Metrics(Collector):
         for stage, seconds in record.times_s.items():
             self._stage_seconds.labels(stage).observe(seconds)
 
-    def note_batch(self, plans: Sequence[ImagePlan], replies: Sequence[Done], *, group: int, mode: str) -> None:
+    def note_batch(self, plans: Sequence[ImagePlan], replies: Sequence[Done], *, group: int, mode: Mode) -> None:
         """A batch of these images was encoded; `replies` are its ranks', in order."""
         self._batches.labels(mode).inc()
         self._batch_images.observe(len(plans))
@@ -161,7 +164,8 @@ class Metrics(Collector):
         forwards_s = [reply.forward_s for reply in replies]
         for rank, forward_s in enumerate(forwards_s):
             self._rank_forward.labels(group, rank).observe(forward_s)
-        self._skew.observe(max(forwards_s) - min(forwards_s))
+        if mode == "tp":  # else they differ as their images do
+            self._skew.observe(max(forwards_s) - min(forwards_s))
 
     def note_loss(self, group: int, reason: Loss) -> None:
         """A rank took its group down."""
@@ -192,7 +196,8 @@ class Metrics(Collector):
         for tier in settings.capacity.patch_capacities:
             self._images.labels(tier)
             self._downscaled.labels(tier)
-        self._batches.labels("tp")
+        for mode in get_args(Mode):
+            self._batches.labels(mode)
         for stage in STAGES:
             self._stage_seconds.labels(stage)
         for code, error in BY_CODE.items():

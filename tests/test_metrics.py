@@ -15,11 +15,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from running import GOLDEN, RunningService, Scrape, decoders_of, ranks_of, wait_until
 
 from service.errors import BY_CODE
+from service.geometry import plan_image
 from service.groups import GROUP_STATES
 from service.metrics import Metrics, ServiceState
 from service.record import STAGES, UNKNOWN_ROUTE
 from service.transport import LOSSES
 from tp.settings import Settings
+from tp.spec import PUBLISHED_K3
+from tp.wire import Done
 
 MODEL = GOLDEN / "tiny-k3-f32"
 SMALL = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()  # 24 patches, 4,704 pixels with padding
@@ -131,7 +134,7 @@ MOVES: dict[str, list[Callable[[Scrape, Scrape, Scrape], bool]]] = {
     ],
     "pixels_total": [rose("pixels_total")],
     "padding_pixels_total": [rose("padding_pixels_total")],
-    "batches_total": [rose("batches_total", mode="tp")],
+    "batches_total": [rose("batches_total", mode="tp"), rose("batches_total", 0, mode="dp")],
     "batch_patches": [rose("batch_patches_bucket", 1, le="32.0"), rose("batch_patches_sum")],
     "batch_images": [rose("batch_images_count"), rose("batch_images_sum")],
     "rank_forward_seconds": [rose("rank_forward_seconds_sum", group="0", rank=rank) for rank in ("0", "1")],
@@ -246,7 +249,7 @@ def test_no_label_can_be_chosen_by_a_client(service: RunningService) -> None:
         "reason": {*BY_CODE, *LOSSES},
         "stage": set(STAGES),
         "tier": {"256", "4096"},
-        "mode": {"tp"},
+        "mode": {"tp", "dp"},
         "group": {"0"},
         "rank": {"0", "1"},
         "state": set(GROUP_STATES),
@@ -260,15 +263,33 @@ def test_no_label_can_be_chosen_by_a_client(service: RunningService) -> None:
     }
 
 
-def test_a_look_that_nobody_asked_for_costs_nothing() -> None:
-    """The state is read by a scrape alone."""
+def nothing_yet() -> ServiceState:
+    values: dict[str, Any] = {name: {} if name.startswith("group") else 0 for name in ServiceState.__slots__}
+    return ServiceState(**values)
+
+
+@pytest.mark.parametrize(("mode", "skews_s"), [("tp", [0.25]), ("dp", [])])
+def test_skew_is_that_of_ranks_which_share_their_images(mode: Any, skews_s: list[float]) -> None:
+    metrics = Metrics(Settings(), model="m", dtype="float32", read_state=nothing_yet)
+    plan = plan_image(64, 48, PUBLISHED_K3.processor, (1024,), "refuse")
+    replies = [Done(batch_id=1, non_finite=[], forward_s=seconds, all_gather_s=0) for seconds in (0.5, 0.75)]
+    metrics.note_batch([plan], replies, group=0, mode=mode)
+    scrape = Scrape(metrics.expose("")[0].decode())
+    assert scrape.value("batches_total", mode=mode) == scrape.value("batches_total") == 1
+    assert scrape.value("rank_forward_seconds_sum", group="0", rank="1") == 0.75
+    assert (scrape.value("batch_skew_seconds_count"), scrape.value("batch_skew_seconds_sum")) == (
+        len(skews_s),
+        sum(skews_s),
+    )
+
+
+def test_the_state_is_read_by_a_look_alone() -> None:
     num_reads = 0
 
     def read_state() -> ServiceState:
         nonlocal num_reads
         num_reads += 1
-        zeros: dict[str, Any] = {name: {} if name.startswith("group") else 0 for name in ServiceState.__slots__}
-        return ServiceState(**zeros)
+        return nothing_yet()
 
     metrics = Metrics(Settings(), model="m", dtype="float32", read_state=read_state)
     assert num_reads == 0

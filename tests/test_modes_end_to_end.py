@@ -34,6 +34,9 @@ def test_many_small_images_come_out_as_each_does_alone(resident: RunningService)
         first += len(alone)
     assert first == len(tokens)
     assert_balanced(resident)
+    scrape = resident.scrape()
+    assert scrape.value("batches_total") == scrape.value("batch_images_count") > 0
+    assert scrape.value("images_total") == scrape.value("batch_images_sum") == 2 * len(pictures)
 
 
 def test_the_memory_of_all_weights_is_planned(resident: RunningService) -> None:
