@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,6 +88,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """`tpvision serve`: the front-end, and its workers unless they are external."""
     settings = _load(arguments).settings
     start_logging(settings)
+    _need_temporary_folder()
     spec = read_checked_spec(settings)
     if settings.parallel.workers == "managed":  # else the weights may be in the workers' container alone
         _need_torch()
@@ -98,6 +100,7 @@ def run_worker(arguments: argparse.Namespace) -> int:
     """`tpvision worker`: one worker group for a front-end that runs with `--workers external`."""
     settings = _load(arguments).settings
     start_logging(settings)
+    _need_temporary_folder()
     _need_torch()
     check_weights(settings, read_checked_spec(settings))
     return _run(host_workers(settings, arguments.group))
@@ -223,6 +226,13 @@ def check_weights(settings: Settings, spec: EncoderSpec) -> None:
 def _need_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise SettingsError("the workers need torch, which is not installed here: pip install 'tpvision[worker]'")
+
+
+def _need_temporary_folder() -> None:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:  # a container's read-only root without a tmpfs
+        raise SettingsError(f"no folder for temporary files can be written to: {error.strerror}") from error
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

@@ -305,6 +305,14 @@ async def _read_message(reader: asyncio.StreamReader) -> wire.Message:
 
 
 def _listen(path: Path) -> socket.socket:
+    try:
+        _remove_stale(path)
+        return _bind(path)
+    except OSError as error:
+        raise ControlSocketError(f"cannot listen on the control socket {path}: {error.strerror}") from error
+
+
+def _remove_stale(path: Path) -> None:
     if path.exists() and not path.is_socket():
         raise ControlSocketError(f"{path} is there and is not a socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
@@ -316,14 +324,16 @@ def _listen(path: Path) -> socket.socket:
             path.unlink()  # left behind by a front-end that was killed
         else:
             raise ControlSocketError(f"another front-end is listening on {path}")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    old_umask = os.umask(0o177)  # only this user may connect
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise ControlSocketError(f"cannot listen on the control socket {path}: {error.strerror}") from error
-    finally:
-        os.umask(old_umask)
-    listener.listen(_BACKLOG)
-    return listener
+
+
+def _bind(path: Path) -> socket.socket:
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+        old_umask = os.umask(0o177)  # only this user may connect
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(old_umask)
+        listener.listen(_BACKLOG)
+        undo.pop_all()
+        return listener

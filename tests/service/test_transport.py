@@ -221,6 +221,14 @@ def test_a_file_at_the_path_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
+def test_a_path_that_cannot_even_be_looked_at_is_an_error_of_ours(tmp_path: Path) -> None:
+    async def run() -> None:
+        with pytest.raises(ControlSocketError, match="File name too long"):
+            await Listening(tmp_path / ("s" * 300)).__aenter__()
+
+    asyncio.run(run())
+
+
 def test_a_rank_that_leaves_before_its_welcome_takes_nobodys_place(tmp_path: Path) -> None:
     async def run() -> None:
         async with asyncio.timeout(20), Listening(tmp_path / "s") as listening:

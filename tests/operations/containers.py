@@ -1,0 +1,202 @@
+"""The images, really built without a daemon, and hardened containers of them.
+
+The base is a minimal Debian in the place of Docker's; wheels are downloaded outside and the build has no index. All of
+it is kept in .operations/containers, so that only the first build takes minutes.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from typing import Any
+
+import httpx
+import pytest
+from running import ROOT, ranks_below
+from tools import FOLDER, tool
+
+IMAGES = {  # target: name
+    "frontend": "localhost/tpvision-frontend:test",
+    "worker": "localhost/tpvision-worker:test",
+    "combined": "localhost/tpvision:test",
+}
+STORE = FOLDER / "containers"
+READY_S = 120
+HARDENED = (
+    *("--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp:mode=1777"),
+    *("--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=512", "--memory=4g"),
+    "--health-interval=disable",  # podman schedules health checks with systemd; the tests run them by hand
+)
+_BASE = "localhost/debian:bookworm-slim"
+_NOT_IN_THE_BASE = ("/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*")
+_CONTAINERS_CONF = """
+[containers]
+default_ulimits = ["nofile=16384:16384", "nproc=8192:8192"]  # root of a sandbox may not raise its own
+cgroupns = "host"
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
+_STORAGE_CONF = """
+[storage]
+driver = "overlay"
+graphroot = "{store}/storage"
+runroot = "{store}/run"
+"""
+
+
+_CONFIGURED = {"": "containers", "STORAGE_": "storage"}
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def engine(program: str, *arguments: str, timeout_s: float = 120, **more: str) -> str:
+    """What podman, buildah or podman-compose prints, with a storage and a configuration of our own."""
+    STORE.mkdir(parents=True, exist_ok=True)
+    (STORE / "containers.conf").write_text(_CONTAINERS_CONF)
+    (STORE / "storage.conf").write_text(_STORAGE_CONF.format(store=STORE))
+    own = {f"CONTAINERS_{kind}CONF": str(STORE / f"{name}.conf") for kind, name in _CONFIGURED.items()}
+    ended = subprocess.run(
+        [tool(program), *arguments],
+        env={**os.environ, **own, **more},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{program} {' '.join(arguments)}:\n{ended.stdout}{ended.stderr}"
+    return ended.stdout.strip()
+
+
+def podman(*arguments: str, timeout_s: float = 120) -> str:
+    return engine("podman", *arguments, timeout_s=timeout_s)
+
+
+def build_images() -> None:
+    """All targets, on CPU wheels; what is cached is not built again. Skips the test where that cannot be done."""
+    for program in ("podman", "buildah", "runc", "mmdebstrap"):
+        tool(program)
+    if os.getuid() != 0 or (sys.version_info[:2], platform.machine()) != ((3, 11), "x86_64"):
+        pytest.skip("images are built as root, with the wheels of Debian 12's Python 3.11 on x86_64")
+    if _BASE not in podman("images", "--format", "{{.Repository}}:{{.Tag}}").split():
+        _make_base()
+    _download_wheels()
+    for target, image in IMAGES.items():
+        _build(target, image)
+
+
+def _build(target: str, image: str) -> None:
+    arguments = {"BASE": _BASE, "TORCH": "cpu", "PIP_OPTIONS": "--no-index", "VERSION": project_version()}
+    engine(
+        *("buildah", "bud", "--isolation", "chroot", "--format", "docker", "--layers"),
+        *(word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")),
+        *("--build-context", f"wheels={STORE / 'wheels'}", "--file", "docker/Dockerfile"),
+        *("--target", target, "--tag", image, "."),
+        timeout_s=900,
+    )
+
+
+def _make_base() -> None:
+    """What debian:bookworm-slim is: apt and what is essential, without documentation."""
+    archive = STORE / "base.tar"
+    excludes = [f"--dpkgopt=path-exclude={path}" for path in _NOT_IN_THE_BASE]
+    merged = ("--include=usr-is-merged", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr")
+    engine("mmdebstrap", "--variant=apt", *merged, *excludes, "bookworm", str(archive), timeout_s=300)
+    container = engine("buildah", "from", "scratch")
+    engine("buildah", "add", "--quiet", container, str(archive), "/")
+    engine("buildah", "config", "--env", f"PATH={_PATH}", container)
+    engine("buildah", "commit", "--quiet", "--rm", container, _BASE)
+    archive.unlink()
+
+
+def _download_wheels() -> None:
+    """Every wheel of the lists, checked against its hash; again whenever a list changes."""
+    lists = [ROOT / "docker" / f"requirements-{name}.txt" for name in ("build", "worker-cpu")]
+    stamp = STORE / "wheels" / hashlib.sha256(b"".join(path.read_bytes() for path in lists)).hexdigest()
+    if stamp.exists():
+        return
+    shutil.rmtree(STORE / "wheels", ignore_errors=True)
+    for path in lists:
+        command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes")
+        subprocess.run([*command, "--dest", STORE / "wheels", "--requirement", path], check=True, timeout=600)
+    stamp.touch()
+
+
+def project_version() -> str:
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+
+
+class Container:
+    """One container that publishes port 8000, or none; started here, or by compose."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.client = httpx.Client(timeout=120, trust_env=False)
+
+    @classmethod
+    def start(cls, name: str, image: str, *arguments: str, options: tuple[str, ...] = ()) -> "Container":
+        podman("rm", "--force", "--ignore", name)
+        podman("run", "--detach", "--name", name, *HARDENED, *options, IMAGES[image], *arguments)
+        return cls(name)
+
+    @property
+    def pid(self) -> int:
+        """Its first process's, as the machine sees it."""
+        return int(self.inspect(".State.Pid"))
+
+    @property
+    def ranks(self) -> list[int]:
+        return ranks_below(self.pid)
+
+    def inspect(self, path: str) -> Any:
+        return json.loads(podman("container", "inspect", "--format", "{{json " + path + "}}", self.name))
+
+    def wait_ready(self) -> "Container":
+        self.client.base_url = httpx.URL("http://" + podman("port", self.name, "8000").splitlines()[0])
+        deadline = time.monotonic() + READY_S
+        while not self.is_ready():
+            assert time.monotonic() < deadline, f"{self.name} did not become ready:\n{self.log()}"
+            time.sleep(0.05)
+        return self
+
+    def is_ready(self) -> bool:
+        try:
+            return self.client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def is_healthy(self) -> bool:
+        """What its HEALTHCHECK says now."""
+        command = self.inspect(".Config.Healthcheck.Test")[1:]
+        try:
+            podman("exec", self.name, *command)
+        except AssertionError:
+            return False
+        return True
+
+    def encode(self, content: bytes) -> httpx.Response:
+        return self.client.post("/v1/encode", content=content)
+
+    def capacity(self) -> Any:
+        return self.client.get("/v1/capacity").json()
+
+    def kill(self, number: signal.Signals) -> None:
+        podman("kill", "--signal", number.name, self.name)
+
+    def wait(self) -> int:
+        """Its exit status, when it has ended."""
+        return int(podman("wait", self.name))
+
+    def log(self) -> str:
+        return engine("sh", "-c", f"podman logs {self.name} 2>&1")
+
+    def remove(self) -> None:
+        self.client.close()
+        podman("rm", "--force", "--ignore", "--time", "0", self.name)

@@ -1,0 +1,222 @@
+"""The images of docker/Dockerfile, really built and run as a hardened container: start, work, drain, recover.
+
+`pytest -m 'operations and slow' -s tests/operations/test_images.py` prints the figures that docker/README.md gives.
+"""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors
+from containers import IMAGES, Container, build_images, engine, podman, project_version
+from make_photograph import PHOTOGRAPH, acceptance_picture
+from proxies import free_port
+from running import GOLDEN, ROOT, RunningService, descendants, images_of, is_alive, wait_until
+
+pytestmark = [pytest.mark.operations, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
+LARGE = acceptance_picture(1120, 1120)
+LISTS = {"frontend": ["frontend"], "worker": ["frontend", "worker-cpu"], "combined": ["frontend", "worker-cpu"]}
+MODEL = ("--volume", f"{GOLDEN}:/models:ro", "--env", "TPVISION_MODEL__PATH=/models/tiny-k3-f32")
+
+Start = Callable[..., Container]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _images() -> None:
+    build_images()
+    for target, image in IMAGES.items():
+        print(f"\n{target}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB", end="")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start hardened containers that end with the test."""
+    started: list[Container] = []
+
+    def start_one(image: str, *arguments: str, options: tuple[str, ...] = ()) -> Container:
+        started.append(Container.start(f"tpvision-test-{len(started)}", image, *arguments, options=options))
+        return started[-1]
+
+    yield start_one
+    for container in started:
+        container.remove()
+
+
+def start_combined(start: Start) -> Container:
+    options = (*MODEL, "--publish", "127.0.0.1::8000", "--env", "TPVISION_PARALLEL__TENSOR=2")
+    started = time.monotonic()
+    container = start("combined", options=options).wait_ready()
+    print(f"\ncombined: ready {time.monotonic() - started:.1f} s after its start, two ranks of the tiny model")
+    return container
+
+
+def embeddings(answer: httpx.Response) -> npt.NDArray[np.float32]:
+    images_of(answer)
+    (tensor,) = (each for name, each in safetensors.deserialize(answer.content) if name == "embeddings")
+    return np.frombuffer(tensor["data"], np.float32).reshape(tensor["shape"])
+
+
+def output_of(image: str, *command: str) -> str:
+    """What a command prints in a hardened container of the image."""
+    program, *arguments = command
+    return podman("run", "--rm", "--network=none", "--entrypoint", program, IMAGES[image], *arguments)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_says_what_it_is(image: str) -> None:
+    (inspected,) = json.loads(podman("image", "inspect", IMAGES[image]))
+    config = inspected["Config"]
+    user, group = map(int, config["User"].split(":"))
+    assert user >= 10_000 and group >= 10_000
+    assert config["Entrypoint"] == ["/usr/bin/tini", "--", "tpvision"]
+    assert ("Healthcheck" in config) == (image != "worker")
+    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
+    assert (labels["title"], labels["version"], labels["licenses"]) == ("tpvision", project_version(), "Apache-2.0")
+    assert {"description", "revision", "created"} <= labels.keys()
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_holds_what_its_lists_say_and_nothing_to_build_with(image: str) -> None:
+    bill = json.loads(output_of(image, "cat", "/opt/tpvision/sbom.cdx.json"))
+    found = {(part["name"].lower().replace("_", "-"), part["version"]) for part in bill["components"]}
+    listed = {
+        (name.lower().replace("_", "-"), version)
+        for of in LISTS[image]
+        for name, version in re.findall(
+            r"^([\w.-]+)==(\S+)", (ROOT / "docker" / f"requirements-{of}.txt").read_text(), re.MULTILINE
+        )
+    }
+    assert found - {("tpvision", project_version())} == listed
+    assert bill["bomFormat"] == "CycloneDX"
+    code = "import shutil; print(*filter(shutil.which, ['curl', 'wget', 'gcc', 'pip', 'pip3', 'tini', 'tpvision']))"
+    assert output_of(image, "python3", "-c", code) == "tini tpvision"
+
+
+def test_the_front_end_has_no_torch_and_the_worker_has() -> None:
+    code = "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
+    found = {image: output_of(image, "/opt/tpvision/bin/python", "-c", code) for image in IMAGES}
+    assert found == {"frontend": "False", "worker": "True", "combined": "True"}
+
+
+def test_the_combined_image_encodes_as_the_same_code_outside_does(start: Start) -> None:
+    container = start_combined(start)
+    assert container.is_healthy()
+    answer = container.encode(PHOTOGRAPH.read_bytes())
+    assert images_of(answer)[0]["original_size"] == [1280, 960]
+    outside = RunningService(["--model", str(GOLDEN / "tiny-k3-f32"), "--tp", "2"]).wait_ready()
+    expected = embeddings(outside.encode(PHOTOGRAPH.read_bytes()))
+    assert outside.stop() == 0
+    np.testing.assert_allclose(embeddings(answer), expected, atol=1e-4)
+    with pytest.raises(AssertionError, match="Read-only file system"):
+        podman("exec", container.name, "touch", "/opt/tpvision/new")
+
+
+def test_sigterm_under_load_finishes_what_was_accepted(start: Start) -> None:
+    container = start_combined(start)
+    below = descendants(container.pid)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(container.encode, LARGE) for _ in range(8)]
+        wait_until(lambda: container.capacity()["requests"]["accepted"] == 8)
+        started = time.monotonic()
+        container.kill(signal.SIGTERM)
+        wait_until(lambda: not container.is_ready(), timeout_s=2)
+        assert [answer.result().status_code for answer in answers] == [200] * 8
+        answered_s = time.monotonic() - started
+        assert container.wait() == 0
+    print(f"\nSIGTERM: last of 8 answers after {answered_s:.1f} s, exit 0 after {time.monotonic() - started:.1f} s")
+    assert not any(is_alive(pid) for pid in below)
+
+
+def test_an_idle_container_ends_soon_after_sigterm(start: Start) -> None:
+    container = start_combined(start)
+    started = time.monotonic()
+    container.kill(signal.SIGTERM)
+    assert container.wait() == 0
+    print(f"\nSIGTERM: exit 0 of an idle container after {time.monotonic() - started:.1f} s")
+
+
+def test_a_killed_rank_comes_back(start: Start) -> None:
+    container = start_combined(start)
+    ranks = container.ranks
+    started = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    wait_until(lambda: not container.is_ready(), timeout_s=5)
+    assert not container.is_healthy()
+    container.wait_ready()
+    print(f"\na killed rank: ready again after {time.monotonic() - started:.1f} s")
+    assert container.encode(GOOD).status_code == 200
+    assert len(container.ranks) == 2 and not set(ranks) & set(container.ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "model.path is not set"),
+        ((*MODEL, "--tmpfs=/run/tpvision:mode=0700"), "cannot listen on the control socket"),
+        ((*MODEL, "--tmpfs=/tmp:ro"), "no folder for temporary files"),
+    ],
+)
+def test_a_container_that_cannot_start_says_why_on_its_last_line(
+    start: Start, options: tuple[str, ...], reason: str
+) -> None:
+    container = start("frontend", options=options)
+    assert container.wait() == 2
+    assert reason in container.log().splitlines()[-1]
+
+
+class Composed:
+    """docker/compose.yaml as it is, run by podman-compose."""
+
+    def __init__(self) -> None:
+        self.environ = {"MODELS": str(GOLDEN), "MODEL": "tiny-k3-f32", "TP": "2", "TAG": "test"}
+        self.environ["PORT"] = str(free_port())
+        self.run("up", "--detach", "--no-build")
+        self.frontend, self.worker = (Container(f"tpvision_{name}_1") for name in ("frontend", "worker"))
+
+    def run(self, *arguments: str) -> None:
+        engine("podman-compose", "--file", "docker/compose.yaml", *arguments, timeout_s=200, **self.environ)
+
+
+@pytest.fixture
+def composed() -> Iterator[Composed]:
+    composed = Composed()
+    yield composed
+    composed.run("down", "--volumes", "--timeout", "1")
+
+
+def test_front_end_and_worker_share_nothing_but_a_folder_and_outlive_each_other(composed: Composed) -> None:
+    frontend, worker = composed.frontend.wait_ready(), composed.worker
+    assert worker.inspect(".HostConfig.NetworkMode") == "none"
+    for container in (frontend, worker):
+        assert container.inspect(".HostConfig.ReadonlyRootfs")
+        assert container.inspect(".EffectiveCaps") is None
+    assert images_of(frontend.encode(PHOTOGRAPH.read_bytes()))[0]["original_size"] == [1280, 960]
+    os.kill(worker.ranks[0], signal.SIGKILL)
+    wait_until(lambda: not frontend.is_ready(), timeout_s=5)
+    assert frontend.wait_ready().encode(GOOD).status_code == 200
+    os.kill(frontend.pid, signal.SIGKILL)  # and the worker finds the next one
+    wait_until(lambda: not frontend.is_ready(), timeout_s=5)
+    assert frontend.wait_ready().encode(GOOD).status_code == 200
+
+
+def test_both_told_to_stop_at_once_finish_what_was_accepted(composed: Composed) -> None:
+    frontend, worker = composed.frontend.wait_ready(), composed.worker
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        answers = [pool.submit(frontend.encode, LARGE) for _ in range(8)]
+        wait_until(lambda: frontend.capacity()["requests"]["accepted"] == 8)
+        started = time.monotonic()
+        stopped = pool.submit(podman, "stop", "--time", "80", frontend.name, worker.name)
+        assert [answer.result().status_code for answer in answers] == [200] * 8
+        stopped.result()
+    print(f"\ncompose: both ended {time.monotonic() - started:.1f} s after SIGTERM under load")
+    assert (frontend.inspect(".State.ExitCode"), worker.inspect(".State.ExitCode")) == (0, 0)
