@@ -38,7 +38,8 @@ class Proxy:
         self.url = f"https://localhost:{self.port}"
         make = self._nginx if name == "nginx" else self._envoy
         command = make(httpx.URL(behind).netloc.decode(), folder)
-        self.process = subprocess.Popen(command, stderr=(folder / "log").open("w"), cwd=folder)
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(command, stderr=log, cwd=folder)
         wait_until(self._listens, timeout_s=10)
         self.client = httpx.Client(base_url=self.url, verify=self.trust, timeout=200, trust_env=False)
         wait_until(lambda: self.client.get("/livez").status_code == 200, timeout_s=10)  # Envoy has seen it healthy
