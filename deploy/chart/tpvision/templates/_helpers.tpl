@@ -1,0 +1,80 @@
+{{- define "tpvision.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- end }}
+
+{{- define "tpvision.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "tpvision.metadata" -}}
+name: {{ include "tpvision.fullname" . }}
+namespace: {{ .Release.Namespace }}
+labels:
+  {{- include "tpvision.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "tpvision.labels" -}}
+{{ include "tpvision.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "tpvision.hasKeys" -}}
+{{- if or .Values.apiKeys.keys .Values.apiKeys.existingSecret }}yes{{ end }}
+{{- end }}
+
+{{- define "tpvision.keysSecret" -}}
+{{- if and .Values.apiKeys.keys .Values.apiKeys.existingSecret }}
+{{- fail "apiKeys: give keys or existingSecret, not both" }}
+{{- end }}
+{{- .Values.apiKeys.existingSecret | default (printf "%s-keys" (include "tpvision.fullname" .)) }}
+{{- end }}
+
+{{- define "tpvision.modelPath" -}}
+/models/{{ .Values.model.folder }}
+{{- end }}
+
+{{- /* The settings file: the values' own, and what follows from how the chart runs the two containers. */}}
+{{- define "tpvision.settings" -}}
+{{- $server := dict }}
+{{- if include "tpvision.hasKeys" . }}
+{{- $server = dict "api_keys_file" "/etc/tpvision-keys/api-keys" }}
+{{- end }}
+{{- $chosen := dict
+      "model" (dict "path" (include "tpvision.modelPath" .))
+      "parallel" (dict "workers" "external" "socket" "/run/tpvision/control.sock")
+      "server" $server }}
+{{- mergeOverwrite (deepCopy .Values.settings) $chosen | toYaml }}
+{{- end }}
+
+{{- define "tpvision.drainSeconds" -}}
+{{- dig "limits" "drain_timeout_s" 60 .Values.settings | ceil | int }}
+{{- end }}
+
+{{- /* The front-end sleeps, drains, flushes and tells its ranks to stop (15 s at most); then each worker has 5 s. */}}
+{{- define "tpvision.graceSeconds" -}}
+{{- add .Values.preStopSleepSeconds (include "tpvision.drainSeconds" .) 15 (mul 5 .Values.settings.parallel.groups) 5 }}
+{{- end }}
+
+{{- define "tpvision.image" -}}
+{{- $image := index .Values.image .of }}
+{{- $image.repository }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- /* What all containers have in common: restricted pod security, and nothing written but to /tmp. */}}
+{{- define "tpvision.container" -}}
+image: {{ include "tpvision.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+terminationMessagePolicy: FallbackToLogsOnError # the last line holds the root cause
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end }}
+
+{{- define "tpvision.devices" -}}
+{{- untilStep 0 (int .Values.settings.parallel.tensor) 1 | join "," }}
+{{- end }}

@@ -1,0 +1,50 @@
+"""The chart as the tests see it: rendered with a values file, as text or as Kubernetes objects."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tools import ROOT, run, tool
+
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "chart" / "tpvision"
+VALUES = DEPLOY / "values"
+MANIFESTS = DEPLOY / "manifests"
+NAMES = sorted(path.stem for path in VALUES.glob("*.yaml"))
+
+Object = dict[str, Any]
+
+
+def helm_template(*values: Path) -> str:
+    """What `helm template` prints for a release named tpvision in a namespace of that name."""
+    files = [word for path in values for word in ("--values", str(path))]
+    printed = run(tool("helm"), "template", "tpvision", CHART, "--namespace", "tpvision", *files)
+    return "\n".join(line for line in printed.splitlines() if not line.startswith("level=INFO ")) + "\n"
+
+
+class Rendered:
+    """Kubernetes objects, found by kind and name."""
+
+    def __init__(self, text: str) -> None:
+        self.objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
+
+    def all(self, kind: str) -> list[Object]:
+        return [found for found in self.objects if found["kind"] == kind]
+
+    def one(self, kind: str, name: str | None = None) -> Object:
+        (found,) = (each for each in self.all(kind) if name in (None, each["metadata"]["name"]))
+        return found
+
+    @property
+    def pod(self) -> Object:
+        """The pod template of the Deployment."""
+        return self.one("Deployment")["spec"]["template"]  # type: ignore[no-any-return]
+
+    @property
+    def frontend(self) -> Object:
+        (found,) = self.pod["spec"]["containers"]
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def workers(self) -> list[Object]:
+        return [each for each in self.pod["spec"]["initContainers"] if each["name"].startswith("worker-")]
