@@ -180,11 +180,12 @@ class GroupLauncher:
         return environ
 
     def _devices(self, visible: str | None) -> list[str]:
+        """This group's share of the visible devices; all, where they are no more than it needs: it has its own then."""
         size = self._settings.parallel.tensor
         names = (
             visible.split(",") if visible else [str(index) for index in range(size * self._settings.parallel.groups)]
         )
-        return names[self._group * size : (self._group + 1) * size]
+        return names if len(names) == size else names[self._group * size : (self._group + 1) * size]
 
     @property
     def _error_file(self) -> Path:

@@ -188,7 +188,8 @@ class ControlServer:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 hello = await _receive_hello(connection)
         except (wire.WireError, OSError, TimeoutError, EOFError) as error:
-            log.warning("a peer on the control socket was turned away: %s", error or type(error).__name__)
+            if not isinstance(error, EOFError):  # else somebody only looked whether we listen
+                log.warning("a peer on the control socket was turned away: %s", error or type(error).__name__)
             connection.close()
             return
         reason = self._reason_to_refuse(hello)

@@ -2,12 +2,15 @@
 
 The front-end's socket lies in a folder that both containers see. The group is restarted with the launcher's back-off
 and budget, also while the front-end itself restarts. On SIGTERM it serves until its front-end hangs up, at most for the
-drain limit, because both may have been signalled together and the front-end drains; a second SIGTERM ends it now.
+drain limit, because both may have been signalled together and the front-end drains; where no front-end listens any
+more, as after a pod's drain, and at a second SIGTERM, it ends now.
 """
 
 import asyncio
 import logging
 import signal
+import socket
+from pathlib import Path
 
 from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
 from tp.settings import Settings, SettingsError
@@ -17,16 +20,17 @@ log = logging.getLogger("tpvision.worker_host")
 
 async def host_workers(settings: Settings, group: int) -> int:
     """Run the group; the exit status. Raises SettingsError without a socket to connect to."""
-    if settings.parallel.socket is None:
+    socket_path = settings.parallel.socket
+    if socket_path is None:
         raise SettingsError("parallel.socket is not set: name the front-end's control socket with --socket")
-    launcher = GroupLauncher(settings, group=group, socket_path=settings.parallel.socket, start_timeout_s=None)
+    launcher = GroupLauncher(settings, group=group, socket_path=socket_path, start_timeout_s=None)
     loop = asyncio.get_running_loop()
     running = loop.create_task(launcher.run())
     stopping: list[asyncio.Task[None]] = []
 
     def on_signal() -> None:
-        timeout_s = 0 if stopping else settings.limits.drain_timeout_s
-        stopping.append(loop.create_task(launcher.stop(timeout_s)))
+        is_needed = not stopping and _somebody_listens(socket_path)
+        stopping.append(loop.create_task(launcher.stop(settings.limits.drain_timeout_s if is_needed else 0)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
@@ -37,3 +41,15 @@ async def host_workers(settings: Settings, group: int) -> int:
         return 1
     await asyncio.gather(*stopping)
     return 0
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True  # and has no time for us
+        except OSError:
+            return False
+        return True

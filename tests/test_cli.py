@@ -1,5 +1,6 @@
 """The command, as a person runs it: refusals to start, the plan, the demo, and processes that leave nothing behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -144,13 +146,23 @@ def test_a_killed_rank_is_replaced_and_the_next_request_works() -> None:
     assert service.stop() == 0
 
 
-def test_external_workers_join_over_a_shared_socket(tmp_path: Path) -> None:
-    path = tmp_path / "control.sock"
-    arguments = ["--model", str(MODEL), "--tp", "2", "--device", "cpu", "--socket", str(path)]
+@contextlib.contextmanager
+def external_group(folder: Path) -> Iterator[tuple[RunningService, subprocess.Popen[bytes]]]:
+    """A front-end and a worker group that were started apart."""
+    arguments = ["--model", str(MODEL), "--tp", "2", "--device", "cpu", "--socket", str(folder / "control.sock")]
     command = [sys.executable, "-m", "service.cli", "worker", *arguments]
     worker = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    service = RunningService([*arguments, "--workers", "external"])
     try:
-        service = RunningService([*arguments, "--workers", "external"]).wait_ready()
+        yield service.wait_ready(), worker
+    finally:
+        service.stop()
+        worker.kill()
+        worker.wait()
+
+
+def test_external_workers_join_over_a_shared_socket(tmp_path: Path) -> None:
+    with external_group(tmp_path) as (service, worker):
         assert service.encode(GOOD).status_code == 200
         assert service.scrape().value("group_restarts_total") == 0
         os.kill(ranks_below(worker.pid)[0], signal.SIGKILL)
@@ -162,6 +174,12 @@ def test_external_workers_join_over_a_shared_socket(tmp_path: Path) -> None:
         assert service.stop() == 0
         assert worker.wait(30) == 0
         assert not any(is_alive(pid) for pid in pids)
-    finally:
-        worker.kill()
-        worker.wait()
+
+
+def test_external_workers_whose_front_end_has_gone_stop_at_once(tmp_path: Path) -> None:
+    with external_group(tmp_path) as (service, worker):
+        before = descendants(worker.pid)
+        assert service.stop() == 0  # first, as Kubernetes stops a pod with a sidecar
+        wait_until(lambda: bool(set(descendants(worker.pid)) - set(before)))  # the group is there for the next one
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(10) == 0  # and not for the drain limit, 60 s

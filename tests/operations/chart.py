@@ -11,14 +11,14 @@ CHART = DEPLOY / "chart" / "tpvision"
 VALUES = DEPLOY / "values"
 MANIFESTS = DEPLOY / "manifests"
 NAMES = sorted(path.stem for path in VALUES.glob("*.yaml"))
+EVERYTHING = sorted((Path(__file__).parent / "values").glob("*.yaml"))  # with every option of the chart between them
 
 Object = dict[str, Any]
 
 
-def helm_template(*values: Path) -> str:
+def helm_template(values: Path, *, chart: Path = CHART) -> str:
     """What `helm template` prints for a release named tpvision in a namespace of that name."""
-    files = [word for path in values for word in ("--values", str(path))]
-    printed = run(tool("helm"), "template", "tpvision", CHART, "--namespace", "tpvision", *files)
+    printed = run(tool("helm"), "template", "tpvision", chart, "--namespace", "tpvision", "--values", values)
     return "\n".join(line for line in printed.splitlines() if not line.startswith("level=INFO ")) + "\n"
 
 
