@@ -29,6 +29,15 @@ class Expression:
         without_labels = re.sub(r"\{[^}]*\}|by \([^)]*\)", "{", self.text)
         return set(_NAME.findall(without_labels))
 
+    def labels_by_metric(self) -> list[tuple[str, set[str]]]:
+        """The labels that each metric is selected by; and grouped by, where one metric is all the expression has."""
+        selected = [
+            (name, set(re.findall(r"(\w+)\s*=", inner)))
+            for name, inner in re.findall(r"\b((?:tpvision|process)_\w+){([^}]*)}", self.text)
+        ]
+        grouped = {label for inner in re.findall(r"by \(([^)]*)\)", self.text) for label in inner.split(", ")}
+        return selected + [(name, grouped) for name in self.metrics if len(self.metrics) == 1]
+
 
 def board_expressions() -> list[Expression]:
     """Of all panels and annotations, Grafana's variables replaced as Grafana does."""

@@ -1,0 +1,93 @@
+"""Other people's checkers over what we deploy: Kubernetes' schemas, its operators' schemas, security policies."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from chart import EVERYTHING, MANIFESTS, NAMES, VALUES, Object, Rendered, helm_template
+from tools import ROOT, run, tool
+
+pytestmark = pytest.mark.operations
+VERSIONS = ("1.30", "1.34", "1.37")  # the oldest that the chart allows, the first with a stable preStop sleep, the newest
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+# What checkov asks for and we decline, and why.
+DECLINED = {
+    "CKV_K8S_11": "no CPU limits: throttling lengthens the tail, and requests share a busy node fairly",
+    "CKV_K8S_15": "images are named by version or digest, so one that is there is the right one",
+    "CKV_K8S_35": "HF_TOKEN is read from the environment by the hub's library",
+    "CKV_K8S_43": "the digest is the operator's to give: image.*.digest",
+}
+
+
+def files() -> list[Path]:
+    return [*(VALUES / f"{name}.yaml" for name in NAMES), *EVERYTHING]
+
+
+def split(text: str, *, custom: bool) -> str:
+    """The custom resources, or all others, as YAML."""
+    chosen = [each for each in Rendered(text).objects if (each["kind"] in CUSTOM) == custom]
+    return yaml.safe_dump_all(chosen)
+
+
+def faults_of(custom: Object) -> str:
+    """What the strict schemas say of a custom resource; nothing where it is right."""
+    python = Path(tool("kubernetes-validate")).with_name("python")
+    command = [python, Path(__file__).with_name("custom_resources.py")]
+    ended = subprocess.run(
+        command, input=yaml.safe_dump(custom), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert f"{custom['kind']}: " in ended.stdout, ended.stderr
+    return ended.stdout if ended.returncode else ""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", files(), ids=lambda path: path.stem)
+def test_kubernetes_validate_strict(values: Path, version: str, tmp_path: Path) -> None:
+    (tmp_path / "rendered.yaml").write_text(split(helm_template(values), custom=False))
+    said = run(tool("kubernetes-validate"), "--strict", "-k", version, tmp_path / "rendered.yaml")
+    assert "WARN" not in said, said
+
+
+def test_kubernetes_validate_strict_would_notice(tmp_path: Path) -> None:
+    text = (MANIFESTS / "cpu-demo.yaml").read_text().replace("failureThreshold", "failureTreshold")
+    (tmp_path / "rendered.yaml").write_text(text)
+    with pytest.raises(AssertionError, match="failureTreshold"):
+        run(tool("kubernetes-validate"), "--strict", "-k", VERSIONS[-1], tmp_path / "rendered.yaml")
+
+
+@pytest.mark.parametrize("kind", sorted(CUSTOM))
+def test_custom_resources_strict(kind: str) -> None:
+    assert faults_of(Rendered(helm_template(EVERYTHING[1])).one(kind)) == ""
+
+
+def test_custom_resources_strict_would_notice() -> None:
+    monitor = Rendered(helm_template(EVERYTHING[1])).one("ServiceMonitor")
+    monitor["spec"]["endpoints"][0]["intervall"] = "15s"
+    assert "intervall" in faults_of(monitor)
+
+
+def test_checkov_kubernetes(tmp_path: Path) -> None:
+    for values in files():
+        (tmp_path / f"{values.stem}.yaml").write_text(split(helm_template(values), custom=False))
+    assert failed_checks("--framework", "kubernetes", "--directory", str(tmp_path)) == []
+
+
+def test_checkov_dockerfile() -> None:
+    path = ROOT / "docker" / "Dockerfile"
+    if not path.exists():
+        pytest.skip("docker/Dockerfile is not there")
+    assert failed_checks("--framework", "dockerfile", "--file", str(path)) == []
+
+
+def failed_checks(*arguments: str) -> list[str]:
+    command = [tool("checkov"), *arguments, "--skip-download", "--compact", "--quiet", "--output", "json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    report = json.loads(ended.stdout)
+    assert report.get("summary", report)["parsing_errors"] == 0, ended.stdout
+    return [
+        f"{each['check_id']} {each['resource']}: {each['check_name']}"
+        for each in report.get("results", {}).get("failed_checks", [])
+        if each["check_id"] not in DECLINED
+    ]
