@@ -1,27 +1,45 @@
 """After `pytest -m operations`: a table of which checks ran, and which could not and why."""
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-_HERE = Path(__file__).parent
+_OUTCOMES = ("passed", "failed", "error", "skipped")
+
+
+@dataclass
+class Check:
+    """A test function, over all its parameters."""
+
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
+    seconds: float = 0.0
+    reasons: set[str] = field(default_factory=set)  # why it was skipped
+
+    @property
+    def result(self) -> str:
+        return ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.items() if count)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if "operations" not in config.option.markexpr:
         return
-    here = str(_HERE.relative_to(config.rootpath))
-    checks: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            path, _, name = report.nodeid.partition("::")
-            if path.startswith(here):
-                row = checks[Path(path).stem.removeprefix("test_"), name.partition("[")[0].removeprefix("test_")]
-                row[outcome] += 1
-    for report in terminalreporter.getreports(""):
-        pass
+    checks: defaultdict[tuple[str, str], Check] = defaultdict(Check)
+    for outcome in (*_OUTCOMES, ""):  # "": set-up and tear-down
+        for report in terminalreporter.getreports(outcome):
+            check = checks[_place(report.nodeid)]
+            check.seconds += report.duration
+            if outcome:
+                check.outcomes[outcome] += 1
+            if outcome == "skipped":
+                check.reasons.add(report.longrepr[2].removeprefix("Skipped: "))
     terminalreporter.section("operator's kit: what ran")
-    for (module, name), row in sorted(checks.items()):
-        result = ", ".join(f"{count:.0f} {outcome}" for outcome, count in row.items())
-        terminalreporter.write_line(f"{module:<12} {name.replace('_', ' '):<90} {result}")
+    for (module, name), check in sorted(checks.items()):
+        line = f"{module:<12} {name:<86} {check.result:>11} {check.seconds:6.1f} s"
+        terminalreporter.write_line("  ".join([line, *sorted(check.reasons)]))
+
+
+def _place(nodeid: str) -> tuple[str, str]:
+    path, _, name = nodeid.partition("::")
+    return Path(path).stem.removeprefix("test_"), name.partition("[")[0].removeprefix("test_").replace("_", " ")

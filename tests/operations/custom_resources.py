@@ -1,7 +1,7 @@
 """Strict check of custom resources: the YAML on standard input against their operators' own schemas.
 
-Run by the tools' Python, which has the schemas as packages. An unknown key is an error, as it is for the API server with
-`--validate=strict`.
+Run by the tools' Python, which has the schemas as packages. An unknown key is an error, as it is for an API server that
+validates strictly.
 """
 
 import sys

@@ -50,7 +50,7 @@ def settings_schema() -> dict[str, Any]:
 def manifest(name: str) -> str:
     """The chart rendered with a values file, for people without Helm."""
     return (
-        f"# deploy/values/{name}.yaml, rendered by Helm. Made by tests/operations/derived.py: edit the values instead.\n"
+        f"# deploy/values/{name}.yaml, rendered by Helm. Made by tests/operations/derived.py; edit the values.\n"
         + helm_template(VALUES / f"{name}.yaml")
     )
 

@@ -1,4 +1,4 @@
-"""Every check of the operator's kit: `python tests/operations/run.py`. Gets the tools first; more arguments are pytest's."""
+"""Every check of the operator's kit, after getting the tools: `python tests/operations/run.py [PYTEST ARGUMENTS]`."""
 
 import subprocess
 import sys

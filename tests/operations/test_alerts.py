@@ -1,4 +1,4 @@
-"""The alerting rules as Prometheus' own tool sees them: well-formed, and each one tried where it fires and where not."""
+"""The alerting rules as Prometheus' own tool sees them: well-formed, and each tried where it fires and where not."""
 
 import re
 from typing import Any

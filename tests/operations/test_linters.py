@@ -10,7 +10,11 @@ from chart import EVERYTHING, MANIFESTS, NAMES, VALUES, Object, Rendered, helm_t
 from tools import ROOT, run, tool
 
 pytestmark = pytest.mark.operations
-VERSIONS = ("1.30", "1.34", "1.37")  # the oldest that the chart allows, the first with a stable preStop sleep, the newest
+VERSIONS = (
+    "1.30",
+    "1.34",
+    "1.37",
+)  # the oldest that the chart allows, one with stable sidecars and sleep, the newest
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
 # What checkov asks for and we decline, and why.
 DECLINED = {

@@ -209,9 +209,13 @@ def test_worker_memory_holds_weights_scratch_and_shared_memory(rendered: Rendere
         assert memory(worker, "limits") >= size * rank_bytes + in_bytes(shm["sizeLimit"])
 
 
-def test_cpus_are_counted_where_the_default_would_count_the_nodes(settings: Settings) -> None:
+def test_no_process_is_started_for_each_core_of_the_node(rendered: Rendered, settings: Settings) -> None:
     assert settings.image.decode_processes is not None
     assert serves_cuda(settings) or settings.parallel.threads is not None
+    for each in containers(rendered):
+        if each["name"] == "demo-model":  # it reads no settings file
+            loaded = load_settings(environ={one["name"]: one["value"] for one in each["env"]}).settings
+            assert (loaded.image.decode_processes, loaded.parallel.threads) == (1, 1)
 
 
 # Probes, ports and selectors
@@ -257,7 +261,9 @@ def test_selectors_select_the_pod_and_only_what_they_are_for(rendered: Rendered)
     for monitor in rendered.all("ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (found,) = (each for each in rendered.all("Service") if wanted <= each["metadata"]["labels"].items())
-        assert [each["port"] for each in monitor["spec"]["endpoints"]] == [each["name"] for each in found["spec"]["ports"]]
+        assert [each["port"] for each in monitor["spec"]["endpoints"]] == [
+            each["name"] for each in found["spec"]["ports"]
+        ]
 
 
 def test_everything_has_the_releases_namespace(rendered: Rendered) -> None:
