@@ -1,6 +1,5 @@
 """The rendered objects against each other and against our own code: what no linter of Kubernetes can know."""
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -339,15 +338,26 @@ def test_autoscaler_scales_this_deployment_before_requests_are_refused(rendered:
         assert float(threshold) <= settings.limits.max_queue_s / 4
 
 
-def test_ingress_takes_what_the_service_takes(rendered: Rendered, settings: Settings) -> None:
+def test_ingress_is_as_wide_as_the_nginx_configuration_that_was_tried(rendered: Rendered, settings: Settings) -> None:
+    prefix = "nginx.ingress.kubernetes.io/"
+    nginx = (DEPLOY / "proxies" / "nginx.conf").read_text()
+    tried = {
+        name: value.split() for name, value in re.findall(r"^ *((?:client|proxy)_\w+) +([^;]+);", nginx, re.MULTILINE)
+    }
+    tried["proxy_body_size"] = tried.pop("client_max_body_size")
     for ingress in rendered.all("Ingress"):
         annotations = ingress["metadata"]["annotations"] or {}
-        prefix = "nginx.ingress.kubernetes.io/proxy-"
-        ours = {name.removeprefix(prefix): value for name, value in annotations.items() if name.startswith(prefix)}
+        ours = {
+            name.removeprefix(prefix).replace("-", "_"): value.split()
+            for name, value in annotations.items()
+            if name.startswith(prefix)
+        }
         if ours:
-            assert int(ours["body-size"]) == settings.limits.max_body_bytes
-            assert int(ours["read-timeout"]) >= math.ceil(settings.limits.request_timeout_s)
-            assert (ours["buffering"], ours["request-buffering"], ours["next-upstream"]) == ("off", "off", "off")
+            assert int(ours.pop("proxy_read_timeout")[0]) > settings.limits.request_timeout_s
+            assert int(ours.pop("proxy_send_timeout")[0]) >= settings.limits.send_timeout_s
+            assert ours.pop("proxy_connect_timeout") == [tried["proxy_connect_timeout"][0].removesuffix("s")]
+            assert [*ours.pop("proxy_buffers_number"), *ours["proxy_buffer_size"]] == tried["proxy_buffers"]
+            assert ours.items() <= tried.items()
 
 
 def test_rules_and_board_are_the_files(rendered: Rendered) -> None:
