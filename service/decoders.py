@@ -113,7 +113,7 @@ class DecoderPool:
             orientation=settings.image.orientation,
             gray16=settings.image.gray16,
             max_pixels=settings.limits.max_image_pixels,
-            max_memory_bytes=max_memory_bytes(settings),
+            max_memory_bytes=_max_memory_bytes(settings),
         )
         self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()  # None: stopped
         self._processes: set[_Process] = set()
@@ -375,8 +375,7 @@ def _result(reply: bytes) -> Any:
     raise cls(error["message"], param=error["param"], numbers=error["numbers"])
 
 
-def max_memory_bytes(settings: Settings) -> int:
-    """Private memory that each decode process may take, so that an image within the limits can be decoded."""
+def _max_memory_bytes(settings: Settings) -> int:
     limits = settings.limits
     units = max(limits.max_image_pixels, limits.max_body_bytes)
     return _BASE_BYTES + 2 * limits.max_body_bytes + _BYTES_PER_UNIT * units

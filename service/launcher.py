@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp.settings import Settings, as_environ
+from tp.settings import ParallelSettings, Settings, as_environ
 
 log = logging.getLogger("tpvision.launcher")
 
@@ -176,16 +176,10 @@ class GroupLauncher:
         environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
         environ["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
         if self._settings.parallel.device != "cpu":
-            environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(environ.get("CUDA_VISIBLE_DEVICES")))
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+                devices_of_group(self._group, self._settings.parallel, environ.get("CUDA_VISIBLE_DEVICES"))
+            )
         return environ
-
-    def _devices(self, visible: str | None) -> list[str]:
-        """This group's share of the visible devices; all, where they are no more than it needs: it has its own then."""
-        size = self._settings.parallel.tensor
-        names = (
-            visible.split(",") if visible else [str(index) for index in range(size * self._settings.parallel.groups)]
-        )
-        return names if len(names) == size else names[self._group * size : (self._group + 1) * size]
 
     @property
     def _error_file(self) -> Path:
@@ -201,3 +195,13 @@ class GroupLauncher:
         if name == "FatalStartError":
             return RootCause(reason, is_fatal=True)
         return RootCause(self._kill_reason or text, is_fatal=False)
+
+
+def devices_of_group(group: int, parallel: ParallelSettings, visible: str | None) -> list[str]:
+    """A group's share of the devices in CUDA_VISIBLE_DEVICES, or of the machine's where that is not set.
+
+    All of them, where there are no more than it needs: then they are its own, as in a container beside other groups'.
+    """
+    size = parallel.tensor
+    names = visible.split(",") if visible else [str(index) for index in range(size * parallel.groups)]
+    return names if len(names) == size else names[group * size : (group + 1) * size]
