@@ -67,6 +67,7 @@ def install() -> None:
         _unpack_helm()
     missing = sorted({package for program, package in _DEBIAN.items() if shutil.which(program) is None})
     if missing:
+        subprocess.run(["apt-get", "update", "--quiet"], check=True)
         subprocess.run(["apt-get", "install", "--yes", "--no-install-recommends", *missing], check=True)
 
 
