@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import pytest
 import yaml
 from chart import EVERYTHING, Rendered, helm_template
 from make_photograph import PHOTOGRAPH
-from prometheus_client.parser import text_string_to_metric_families
 from promql import RULES, RULES_FILE, Expression, board_expressions, rule_expressions, scaler_expressions
-from running import GOLDEN, RunningService, ranks_of, wait_until
+from running import GOLDEN, RunningService, Scrape, ranks_of, wait_until
 from tools import run, tool
 
 pytestmark = pytest.mark.operations
@@ -77,14 +75,17 @@ class Watched:
     def __init__(self, service: RunningService, folder: Path) -> None:
         self.service = service
         self._enough = threading.Event()
-        wait_until(lambda: any("probes at" in line for line in service.log))
-        probes = next(found[1] for line in service.log if (found := re.search(r"probes at http://(\S+)", line)))
-        self.metrics = httpx.get(f"http://{probes}/metrics", trust_env=False)
-        self.prometheus = Prometheus(folder, probes)
+        self._probes = re.findall(r"probes at http://([\d.:]+)", "".join(service.log))[0]
+        self.prometheus = Prometheus(folder, self._probes)
         self._load = threading.Thread(target=self._send)
         self._load.start()
 
+    @property
+    def metrics(self) -> str:
+        return httpx.get(f"http://{self._probes}/metrics", trust_env=False).text
+
     def lose_a_rank(self) -> None:
+        wait_until(lambda: bool(self.prometheus.values("tpvision_lost_ranks_total")))  # for the step to be seen
         os.kill(ranks_of(self.service)[0], signal.SIGKILL)
         wait_until(lambda: self.service.client.get("/readyz").status_code == 200, timeout_s=30)
 
@@ -116,7 +117,6 @@ def watched(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> Ite
     )
     watched = Watched(service, tmp_path_factory.mktemp("prometheus"))
     try:
-        time.sleep(2.5)  # two scrapes at least, for a step to be seen between them
         watched.lose_a_rank()
         yield watched
     finally:
@@ -124,7 +124,7 @@ def watched(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_promtool_check_metrics(watched: Watched) -> None:
-    run(tool("promtool"), "check", "metrics", content=watched.metrics.text)
+    run(tool("promtool"), "check", "metrics", content=watched.metrics)
 
 
 @pytest.mark.parametrize("expression", [*board_expressions(), SCALER], ids=lambda each: each.where)
@@ -134,7 +134,7 @@ def test_expression_has_a_value(watched: Watched, expression: Expression) -> Non
 
 def test_rules_are_healthy_and_record_values(watched: Watched) -> None:
     names = [rule["record"] for rule in RULES if "record" in rule]
-    wait_until(lambda: all(watched.prometheus.values(name) for name in names), timeout_s=20)
+    wait_until(lambda: [name for name in names if not watched.prometheus.values(name)] == [], timeout_s=20)
     rules = [rule for group in watched.prometheus.get("/rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert {rule["health"] for rule in rules} == {"ok"}
@@ -152,9 +152,8 @@ def test_a_lost_rank_and_refused_images_raise_their_alerts(watched: Watched) -> 
 
 def test_every_metric_and_label_named_is_exposed(watched: Watched) -> None:
     labels: dict[str, set[str]] = {"up": set()}
-    for family in text_string_to_metric_families(watched.metrics.text):
-        for sample in family.samples:
-            labels.setdefault(sample.name, set()).update(sample.labels)
+    for sample in Scrape(watched.metrics).samples:
+        labels.setdefault(sample.name, set()).update(sample.labels)
     scalers = [each for path in EVERYTHING for each in scaler_expressions(Rendered(helm_template(path)))]
     assert SCALER in scalers
     for expression in [*BOARD_AND_RULES, *scalers]:
@@ -164,7 +163,7 @@ def test_every_metric_and_label_named_is_exposed(watched: Watched) -> None:
 
 
 def test_series_of_the_alerts_tests_are_exposed(watched: Watched) -> None:
-    exposed = set(re.findall(r"^(\w+)", watched.metrics.text, re.MULTILINE))
+    exposed = set(re.findall(r"^(\w+)", watched.metrics, re.MULTILINE))
     cases = yaml.safe_load(RULES_FILE.with_name("tpvision.test.yaml").read_text())["tests"]
     named = {each["series"].partition("{")[0] for case in cases for each in case["input_series"]}
     assert named <= exposed | {"up"}
