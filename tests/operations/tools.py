@@ -59,10 +59,11 @@ def run(*command: str | Path, content: str | None = None, timeout_s: float = 120
 def install() -> None:
     """Whatever is missing. Raises CalledProcessError when a package cannot be had."""
     for name, lines in _environments().items():
-        if not (FOLDER / name / "done").exists():
+        installed = FOLDER / name / "installed.txt"
+        if not installed.exists() or installed.read_text().splitlines() != lines:
             venv.create(FOLDER / name, with_pip=True, clear=True)
             _pip(FOLDER / name, "install", "--quiet", *lines)
-            (FOLDER / name / "done").touch()
+            installed.write_text("\n".join(lines))
     if not (FOLDER / "bin" / "helm").exists():
         _unpack_helm()
     missing = sorted({package for program, package in _DEBIAN.items() if shutil.which(program) is None})
