@@ -16,9 +16,10 @@ EVERYTHING = sorted((Path(__file__).parent / "values").glob("*.yaml"))  # with e
 Object = dict[str, Any]
 
 
-def helm_template(values: Path, *, chart: Path = CHART) -> str:
-    """What `helm template` prints for a release named tpvision in a namespace of that name."""
-    printed = run(tool("helm"), "template", "tpvision", chart, "--namespace", "tpvision", "--values", values)
+def helm_template(*values: Path, chart: Path = CHART, release: str = "tpvision") -> str:
+    """What `helm template` prints for a release in the namespace tpvision; later values win."""
+    files = [word for path in values for word in ("--values", path)]
+    printed = run(tool("helm"), "template", release, chart, "--namespace", "tpvision", *files)
     return "\n".join(line for line in printed.splitlines() if not line.startswith("level=INFO ")) + "\n"
 
 

@@ -31,6 +31,11 @@ def test_helm_package_holds_the_whole_chart(tmp_path: Path) -> None:
     assert helm_template(everything, chart=package) == helm_template(everything)
 
 
+def test_names_are_short_enough_for_the_longest_release() -> None:
+    objects = Rendered(helm_template(EVERYTHING[1], release="r" * 53)).objects
+    assert max(len(each["metadata"]["name"]) for each in objects) <= 63
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_manifests_are_current(name: str) -> None:
     assert (MANIFESTS / f"{name}.yaml").read_text() == manifest(name), "run tests/operations/derived.py"
@@ -60,6 +65,8 @@ def test_schema_of_settings_is_the_settings_model() -> None:
         ({"preStopSleepSeconds": 0}, ["preStopSleepSeconds"]),
         ({"apiKeys": {"keys": ["a key"]}}, ["apiKeys/keys"]),
         ({"apiKeys": {"keys": ["k"], "existingSecret": "s"}}, ["keys or existingSecret, not both"]),
+        ({"rollout": {"maxSurge": "0%", "maxUnavailable": 0}}, ["no pod could ever be replaced"]),
+        ({"model": {"volume": {"emptyDir": {}, "nfs": {}}}}, ["model/volume"]),
     ],
     ids=str,
 )

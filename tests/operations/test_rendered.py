@@ -134,6 +134,18 @@ def test_all_containers_have_the_user_that_the_control_socket_admits(rendered: R
     assert rendered.pod["spec"]["securityContext"]["runAsUser"] == 10001
 
 
+def test_names_and_paths_are_unique_and_volumes_have_one_source(rendered: Rendered) -> None:
+    """An API server refuses what differs; schemas say nothing of it."""
+    volumes = rendered.pod["spec"]["volumes"]
+    assert {len(volume) for volume in volumes} == {2}
+    named = [volumes, containers(rendered), *(each.get("env", []) for each in containers(rendered))]
+    named += [each.get("ports", []) for each in containers(rendered)]
+    for each in named:
+        assert len({one["name"] for one in each}) == len(each)
+    for each in containers(rendered):
+        assert len(mounts(each)) == len(each["volumeMounts"])
+
+
 def test_the_model_is_read_only_to_those_who_serve(rendered: Rendered) -> None:
     assert all(mounts(each)["/models"]["readOnly"] for each in (rendered.frontend, *rendered.workers))
 

@@ -1,5 +1,6 @@
 {{- define "tpvision.fullname" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) }}
+{{- $name | trunc 53 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "tpvision.selectorLabels" -}}
