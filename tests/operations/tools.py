@@ -61,7 +61,7 @@ def install() -> None:
     for name, lines in _environments().items():
         installed = FOLDER / name / "installed.txt"
         if not installed.exists() or installed.read_text().splitlines() != lines:
-            venv.create(FOLDER / name, with_pip=True, clear=True)
+            venv.create(FOLDER / name, with_pip=True)
             _pip(FOLDER / name, "install", "--quiet", *lines)
             installed.write_text("\n".join(lines))
     if not (FOLDER / "bin" / "helm").exists():
