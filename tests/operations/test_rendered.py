@@ -15,6 +15,7 @@ from service.cli import _parser
 from service.decoders import _max_memory_bytes
 from service.engine import Engine
 from service.plan import plan_capacity
+from service.reporter import Reporter
 from tp.settings import Settings, load_settings
 from tp.spec import PUBLISHED_K3, check_world_size
 
@@ -233,10 +234,12 @@ def test_no_process_is_started_for_each_core_of_the_node(rendered: Rendered, set
 
 
 def test_probes_are_routes_of_the_probe_port(rendered: Rendered, settings: Settings) -> None:
-    routes = {route.path for route in create_probe_app(cast(Engine, None)).routes}  # type: ignore[attr-defined]
+    app = create_probe_app(cast(Engine, None), cast(Reporter, None))
+    routes = {route.path for route in app.routes}  # type: ignore[attr-defined]
     probes = [rendered.frontend[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
     assert [probe["path"] for probe in probes] == ["/livez", "/livez", "/readyz"]
-    assert {probe["path"] for probe in probes} <= routes
+    scraped = {each["path"] for monitor in rendered.all("ServiceMonitor") for each in monitor["spec"]["endpoints"]}
+    assert {probe["path"] for probe in probes} | scraped <= routes
     assert {probe["port"] for probe in probes} == {"probes"}
     ports = {port["name"]: port["containerPort"] for port in rendered.frontend["ports"]}
     assert ports == {"http": settings.server.port, "probes": settings.server.probe_port}
