@@ -9,9 +9,10 @@ own, so there must be room for them beside whatever else runs. Called by `servic
 
 import asyncio
 import io
+import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +33,15 @@ from service.record import RequestRecord
 from service.reference import Origin, ReferenceFileError, Tokens, distance, read_reference, write_reference
 from service.tokens import TokenOptions
 from service.version import installed_version
-from tp.checkpoint import CheckpointError, check_dtype, check_tensors, fingerprint, read_vision_tensors
+from tp.checkpoint import (
+    CheckpointError,
+    TensorEntry,
+    check_dtype,
+    check_tensors,
+    count_non_finite,
+    fingerprint,
+    read_vision_tensors,
+)
 from tp.settings import Settings, SettingsError
 from tp.slab import SlabError, available_bytes
 from tp.spec import EncoderSpec, SpecError, check_world_size, model_note, read_spec
@@ -76,8 +85,9 @@ class Checked:
         return all(finding.status != "failed" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"passed": self.passed, "findings": [asdict(finding) for finding in self.findings]}
+        """Plain JSON values; null for a number that is not finite."""
+        values = {"passed": self.passed, "findings": [asdict(finding) for finding in self.findings]}
+        return json.loads(json.dumps(values), parse_constant=lambda name: None)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +180,9 @@ class _Check:
             self._check_world_size(self._spec)
         with self._step("tensors"):
             self._check_tensors(self._spec)
-        with self._step("memory plan"):
-            self._plan_memory(self._spec)
+        if self._world_size in self._spec.legal_world_sizes:  # else that is said already
+            with self._step("memory plan"):
+                self._plan_memory(self._spec)
 
     async def encode(self) -> None:
         """The picture over one rank, and over as many as configured; then compared."""
@@ -254,6 +265,15 @@ class _Check:
         text = f"{len(table)} of {', '.join(dtypes)}, {num_bytes:,} bytes, fingerprint {self._fingerprint[:16]}"
         values = {"count": len(table), "bytes": num_bytes, "dtypes": dtypes, "fingerprint": self._fingerprint}
         self._add("tensors", "ok", text, values)
+        self._scan(table.values())
+
+    def _scan(self, entries: Iterable[TensorEntry]) -> None:
+        self._on_step("reading the weights")
+        counts = {entry.name: count_non_finite(entry) for entry in entries}
+        broken = {name: count for name, count in counts.items() if count}
+        name, count = next(iter(broken.items()), ("", 0))
+        text = f"NaN or infinite values in {len(broken)} tensor(s), such as {name} with {count:,}"
+        self._add("weights", "failed" if broken else "ok", text if broken else "all finite", {"non_finite": broken})
 
     def _plan_memory(self, spec: EncoderSpec) -> None:
         plan = plan_capacity(spec, self._settings)

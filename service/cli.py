@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import io
+import json
 import logging
 import os
 import re
@@ -36,7 +38,6 @@ from tp.slab import SlabError
 from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, model_note, read_spec
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 EXIT_INTERRUPTED = 130
 _PLAN_COLUMNS = 132
 _FLAGS = {  # flag -> setting
@@ -75,11 +76,15 @@ log = logging.getLogger("tpvision")
 def main() -> None:
     """Entry point of the `tpvision` command."""
     arguments = _parser().parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be anything
     try:
         sys.exit(arguments.run(arguments))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except _USER_ERRORS as error:
+        if getattr(arguments, "json", False):
+            _print_json({"error": str(error)})
         print(f"tpvision: {error}", file=sys.stderr)  # noqa: T201 - the command's own voice
         sys.exit(EXIT_USAGE)
 
@@ -118,7 +123,11 @@ def run_fetch(arguments: argparse.Namespace) -> int:
     try:
         from service.fetch_model import fetch_model  # noqa: PLC0415 - an extra, which nothing else needs
     except ModuleNotFoundError as error:
-        raise ExtractError(f"fetch needs the package {error.name}: pip install 'tpvision[fetch]'") from error
+        raise ExtractError(
+            f"fetch needs the package {error.name}, of the extra `fetch`: pip install -c constraints.txt -e '.[fetch]'"
+        ) from error
+    except ValueError as error:  # the library reads its variables when it is imported
+        raise ExtractError(f"a variable of the hub library (HF_…) is malformed: {error}") from error
     logging.basicConfig(level="INFO", format="%(message)s")
     with _told_to_stop():
         fetched = fetch_model(arguments.name, arguments.out, revision=arguments.revision)
@@ -143,6 +152,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     arguments.log_level = "warning"
     settings = _load(arguments).settings
     start_logging(settings)
+    find_model(settings)
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         work = check_model(
@@ -156,7 +166,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
     if arguments.json:
-        Console().print_json(data=checked.as_dict())
+        _print_json(checked.as_dict())
     else:
         Console(width=max(_PLAN_COLUMNS, Console().width)).print(render_check(checked))
     return 0 if checked.passed else 1
@@ -173,7 +183,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         print(f"{path or 'no model'} is not there: planned for published Kimi K3", file=sys.stderr)  # noqa: T201
     plan = plan_capacity(spec, settings, threads=settings.rank_threads(len(os.sched_getaffinity(0))))
     if arguments.json:
-        Console().print_json(data=plan.as_dict())
+        _print_json(plan.as_dict())
     else:
         width = max(_PLAN_COLUMNS, Console().width)  # a number cut short is worse than a wrap
         Console(width=width).print(render(plan))
@@ -193,21 +203,26 @@ def run_config_show(arguments: argparse.Namespace) -> int:
 
 def read_checked_spec(settings: Settings) -> EncoderSpec:
     """The spec of the configured checkpoint. Raises SettingsError or SpecError before anything is started."""
-    if settings.model.path is None:
-        raise SettingsError("model.path is not set: name a checkpoint folder with --model")
-    name = str(settings.model.path)
-    if not settings.model.path.exists() and _HUB_NAME.fullmatch(name):
-        folder = f"models/{settings.model.path.name}"
-        raise SettingsError(
-            f"there is no folder {name}; if that is a name on a hub: `tpvision fetch {name} --out {folder}`, then "
-            f"--model {folder}"
-        )
-    spec = read_spec(settings.model.path)
+    spec = read_spec(find_model(settings))
     if (note := model_note(spec)) is not None:
         log.warning("%s", note)
     check_world_size(spec, settings.parallel.tensor, settings.parallel.tensor * settings.parallel.groups)
     settings.compute_dtype(spec)
     return spec
+
+
+def find_model(settings: Settings) -> Path:
+    """The configured checkpoint folder. Raises SettingsError where there is none."""
+    path = settings.model.path
+    if path is None:
+        raise SettingsError("model.path is not set: name a checkpoint folder with --model")
+    if path.is_dir():
+        return path
+    hint = ""
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        folder = f"models/{path.name}"
+        hint = f"; if that is a name on a hub: `tpvision fetch {path} --out {folder}`, then --model {folder}"
+    raise SettingsError(f"there is no folder {path}{hint}")
 
 
 def check_weights(settings: Settings, spec: EncoderSpec) -> None:
@@ -249,8 +264,11 @@ def _told_to_stop() -> Iterator[None]:
     except KeyboardInterrupt:
         print("tpvision: interrupted; the same line goes on from here", file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
-        raise ExtractError(f"{error.filename or 'reading or writing'}: {error.strerror or error}") from error
+
+
+def _print_json(values: Any) -> None:
+    """For a program: no colours, whatever the terminal or FORCE_COLOR says."""
+    print(json.dumps(values, indent=2, allow_nan=False))  # noqa: T201
 
 
 def _show_slim(source: str, slim: Slim, amount: tuple[str, str]) -> None:
@@ -274,7 +292,8 @@ def _load(arguments: argparse.Namespace) -> LoadedSettings:
     given = {setting: value for setting, value in flags.items() if value is not None}
     for sentence in near_misses(os.environ):
         print(f"tpvision: {sentence}", file=sys.stderr)  # noqa: T201 - before there is a log
-    return load_settings(arguments.config, environ=os.environ, flags=given)
+    spellings = {setting: f"--{flag}" for flag, setting in _FLAGS.items()}
+    return load_settings(arguments.config, environ=os.environ, flags=given, spellings=spellings)
 
 
 def _parser() -> argparse.ArgumentParser:

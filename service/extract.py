@@ -16,10 +16,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from service.file_progress import Report
 from service.safetensors_header import Item, file_start
@@ -32,7 +31,7 @@ from tp.checkpoint import (
     fingerprint,
     read_vision_tensors,
 )
-from tp.spec import Dtype, read_spec
+from tp.spec import Dtype, FolderError, SpecError, read_json, read_spec
 
 CONFIG_NAMES = ("config.json", "preprocessor_config.json")
 PROVENANCE_NAME = "tpvision_slim.json"
@@ -41,7 +40,7 @@ _NOT_OURS_BUT_FINE = {"lost+found"}  # the root of a fresh volume
 _BLOCK_BYTES = 1 << 20
 
 
-class ExtractError(ValueError):
+class ExtractError(FolderError):
     """The folder to write cannot be used, or what was written is not what was read."""
 
 
@@ -90,22 +89,28 @@ def extract(source: Path, out: Path, *, origin: Origin | None = None, report: Re
     """Write the vision part of checkpoint folder `source` into folder `out`, made if missing.
 
     Does nothing where `out` holds it already. Raises SpecError or CheckpointError for a source that is not whole,
-    ExtractError for an `out` that holds anything else or a disk that is too small, OSError when it fails.
+    ExtractError for an `out` that holds anything else, a disk that is too small, or when reading or writing fails.
     """
     spec = read_spec(source)
     table = read_vision_tensors(source, spec)
     check_tensors(spec, table)
-    provenance = _provenance(source, table, origin or Origin())
+    with explained(f"reading {source}"):
+        provenance = _provenance(source, table, origin or Origin())
     refuse_foreign(out)
-    out.mkdir(parents=True, exist_ok=True)
+    with explained(f"writing {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        return _fill(source, out, table=table, provenance=provenance, report=report or (lambda done, total: None))
+
+
+def _fill(source: Path, out: Path, *, table: Mapping[str, TensorEntry], provenance: Provenance, report: Report) -> Slim:
     with _locked(out):
         found = read_provenance(out)
-        if found is not None and _identity(found) != _identity(provenance):
-            raise ExtractError(f"{out} holds {_title(found)}, which is not what {source} holds; name another folder")
+        if found is not None and found.sha256 != {**provenance.sha256, SINGLE_NAME: _sha256(_content(table))}:
+            raise other_content(out, found, f"what {source} holds")
         if found is not None and is_whole(out, found):
             return open_slim(out, found, is_new=False)
         check_space(out, sum(entry.num_bytes for entry in table.values()))
-        written = _write(source, out, table=table, provenance=provenance, report=report or (lambda done, total: None))
+        written = _write(source, out, table=table, provenance=provenance, report=report)
         return open_slim(out, written, is_new=True)
 
 
@@ -120,11 +125,13 @@ def open_slim(out: Path, provenance: Provenance, *, is_new: bool) -> Slim:
 
 def refuse_foreign(out: Path) -> None:
     """Raise ExtractError unless `out` is missing, empty, or a slim folder, whole or cut short."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ExtractError(f"{out} is not a folder")
-    names = {path.name for path in out.iterdir() if not path.name.startswith(_PARTIAL_PREFIX)} - _NOT_OURS_BUT_FINE
+    with explained(f"writing {out}"):
+        if not out.exists() and not out.is_symlink():
+            return
+        if not out.is_dir():
+            raise ExtractError(f"{out} is not a folder")
+        paths = [path for path in out.iterdir() if not path.name.startswith(_PARTIAL_PREFIX)]
+    names = {path.name for path in paths} - _NOT_OURS_BUT_FINE
     if names and PROVENANCE_NAME not in names:
         raise ExtractError(f"{out} is not empty and not written by tpvision; name an empty or a new folder")
 
@@ -133,12 +140,12 @@ def read_provenance(out: Path) -> Provenance | None:
     """What folder `out` says of itself, if it is a slim folder."""
     path = out / PROVENANCE_NAME
     try:
-        stored = json.loads(path.read_bytes())
+        if not path.exists():
+            return None
+        stored = read_json(path)
         files = tuple(SourceFile(item["name"], item["num_bytes"], item["sha256"]) for item in stored["source_files"])
         return Provenance(stored["repo"], stored["revision"], files, str(stored["fingerprint"]), dict(stored["sha256"]))
-    except FileNotFoundError:
-        return None
-    except (ValueError, LookupError, TypeError) as error:
+    except (SpecError, ValueError, LookupError, TypeError) as error:
         raise ExtractError(f"{path} is not readable: {error!r}; name another folder") from error
 
 
@@ -155,13 +162,40 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_writable(out: Path) -> None:
+    """Raise ExtractError unless files can be written in `out`, or where it will be made."""
+    with (
+        explained(f"writing {out}"),
+        tempfile.TemporaryDirectory(prefix=_PARTIAL_PREFIX, dir=_existing(out)),
+    ):
+        pass
+
+
+def other_content(out: Path, found: Provenance, wanted: str) -> ExtractError:
+    """What to raise where the slim folder `out` is of something else."""
+    return ExtractError(f"{out} holds {_title(found)}, which is not {wanted}; name another folder")
+
+
+@contextlib.contextmanager
+def explained(step: str) -> Iterator[None]:
+    """Failing files as ExtractError, with what was being done."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ExtractError(f"{step}: {where}{error.strerror or error}") from error
+
+
 def check_space(folder: Path, num_bytes: int) -> None:
     """Raise ExtractError, naming both numbers, unless the file system of `folder` has that much room."""
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(_existing(folder)).free
     if free < num_bytes:
         raise ExtractError(f"{num_bytes:,} bytes are needed below {folder}, and {free:,} are free")
+
+
+def _existing(folder: Path) -> Path:
+    """It, or the nearest folder above that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _provenance(source: Path, table: Mapping[str, TensorEntry], origin: Origin) -> Provenance:
@@ -173,11 +207,6 @@ def _provenance(source: Path, table: Mapping[str, TensorEntry], origin: Origin) 
         fingerprint=fingerprint(table),
         sha256={name: file_sha256(source / name) for name in CONFIG_NAMES},
     )
-
-
-def _identity(provenance: Provenance) -> tuple[Any, ...]:
-    """What two slim folders must share to be the same: weights and configuration, wherever they came from."""
-    return (provenance.fingerprint, *(provenance.sha256.get(name) for name in CONFIG_NAMES))
 
 
 def _title(provenance: Provenance) -> str:
@@ -212,7 +241,6 @@ def _write(
         checksum = _write_tensors(partial / SINGLE_NAME, table, report)
         for config in CONFIG_NAMES:
             (partial / config).write_bytes((source / config).read_bytes())
-        _verify(partial, provenance.fingerprint)
         whole = Provenance(
             provenance.repo,
             provenance.revision,
@@ -220,6 +248,7 @@ def _write(
             provenance.fingerprint,
             {**provenance.sha256, SINGLE_NAME: checksum},
         )
+        _verify(partial, whole)
         what = {"what": "the vision part of a checkpoint, written by tpvision"}
         (partial / PROVENANCE_NAME).write_text(json.dumps({**what, **asdict(whole)}, indent=2) + "\n")
         # The provenance first: from then on the folder is ours, and whole once the weights have their name.
@@ -229,22 +258,36 @@ def _write(
 
 
 def _write_tensors(path: Path, table: Mapping[str, TensorEntry], report: Report) -> str:
-    """One safetensors file with the tensors in order of their names; its SHA-256."""
-    entries = [table[name] for name in sorted(table)]
-    total, done = sum(entry.num_bytes for entry in entries), 0
-    digest = hashlib.sha256()
+    """One safetensors file with these tensors; its SHA-256."""
+    total, done = sum(entry.num_bytes for entry in table.values()), 0
+
+    def written() -> Iterator[bytes]:
+        nonlocal done
+        for block in _content(table):
+            file.write(block)
+            yield block
+            done += len(block)
+            report(min(done, total), total)
+
     with path.open("xb") as file:
-        start = file_start(Item(entry.name, entry.dtype, entry.shape, entry.num_bytes) for entry in entries)
-        file.write(start)
-        digest.update(start)
-        for entry in entries:
-            for block in _blocks(entry):
-                file.write(block)
-                digest.update(block)
-                done += len(block)
-                report(done, total)
+        checksum = _sha256(written())
         file.flush()
         os.fsync(file.fileno())
+    return checksum
+
+
+def _content(table: Mapping[str, TensorEntry]) -> Iterator[bytes]:
+    """The bytes of a safetensors file with these tensors in order of their names."""
+    entries = [table[name] for name in sorted(table)]
+    yield file_start(Item(entry.name, entry.dtype, entry.shape, entry.num_bytes) for entry in entries)
+    for entry in entries:
+        yield from _blocks(entry)
+
+
+def _sha256(blocks: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
     return digest.hexdigest()
 
 
@@ -260,11 +303,13 @@ def _blocks(entry: TensorEntry) -> Iterator[bytes]:
             yield block
 
 
-def _verify(folder: Path, expected: str) -> None:
-    """Read back what was written."""
+def _verify(folder: Path, expected: Provenance) -> None:
+    """Read back what was written: all of it, and the tensors as a reader finds them."""
+    if not is_whole(folder, expected):
+        raise ExtractError(f"what was read back in {folder} is not what was written")
     spec = read_spec(folder)
     table = read_vision_tensors(folder, spec)
     check_tensors(spec, table)
     written = fingerprint(table)
-    if written != expected:
-        raise ExtractError(f"the weights written have fingerprint {written}, those read {expected}")
+    if written != expected.fingerprint:
+        raise ExtractError(f"the weights written have fingerprint {written}, those read {expected.fingerprint}")

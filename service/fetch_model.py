@@ -9,7 +9,6 @@ Needs the extra `fetch`; the front-end does not import it.
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,21 +35,21 @@ from service.extract import (
     Origin,
     Slim,
     check_space,
+    check_writable,
     extract,
     file_sha256,
     is_whole,
     open_slim,
+    other_content,
     read_provenance,
     refuse_foreign,
 )
 from service.file_progress import shown
-from service.hub_download import FetchError, RemoteFile, check, download
+from service.hub_download import SHA256, FetchError, RemoteFile, check, download
 from tp.checkpoint import INDEX_NAME, check_index, vision_files
 from tp.spec import read_spec
 
 log = logging.getLogger("tpvision.fetch")
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,8 @@ class _Commit:
 
     def cached(self, name: str) -> Path:
         """A file in the cache, downloaded by the library where it is not there."""
-        return Path(hf_hub_download(self.repo, name, revision=self.commit))
+        with _readable(self.repo):
+            return Path(hf_hub_download(self.repo, name, revision=self.commit))
 
 
 def fetch_model(repo: str, out: Path, *, revision: str | None = None) -> Fetched:
@@ -87,6 +87,7 @@ def fetch_model(repo: str, out: Path, *, revision: str | None = None) -> Fetched
     what the repository holds is not an encoder that we know.
     """
     _quieten()
+    _check_environment()
     refuse_foreign(out)
     revision = revision or constants.DEFAULT_REVISION
     with _worded(repo, revision):
@@ -97,6 +98,7 @@ def fetch_model(repo: str, out: Path, *, revision: str | None = None) -> Fetched
         needed = [_describe(commit, name) for name in _needed_names(commit)]
         if slim := _already(out, commit, needed):
             return _fetched(slim, commit, needed, 0)
+        check_writable(out)
         missing = [remote for remote in needed if not remote.is_cached]
         log.info("%d file(s) hold the vision tensors, %d of them to download", len(needed), len(missing))
         downloaded_bytes = _download(missing)
@@ -119,19 +121,20 @@ def _pin(repo: str, revision: str) -> _Commit:
 
     The library notes in its cache which commit it found, for the next time offline; so what it found is what counts.
     """
-    ask = partial(HfApi(library_name="tpvision").model_info, repo, files_metadata=True)
-    info = None if constants.is_offline_mode() else ask(revision=revision)
-    snapshot = Path(hf_hub_download(repo, CONFIG_NAMES[0], revision=revision)).parent
-    commit = snapshot.name
-    if info is None:
-        return _Commit(repo, commit, snapshot, None)
-    if info.sha != commit:  # the branch has moved since
-        info = ask(revision=commit)
-    files = {
-        item.rfilename: RemoteFile(repo, commit, item.rfilename, item.size or 0, item.lfs.sha256 if item.lfs else None)
-        for item in info.siblings or ()
-    }
-    return _Commit(repo, commit, snapshot, files)
+    with _readable(repo):
+        ask = partial(HfApi(library_name="tpvision").model_info, repo, files_metadata=True)
+        info = None if constants.is_offline_mode() else ask(revision=revision)
+        snapshot = Path(hf_hub_download(repo, CONFIG_NAMES[0], revision=revision)).parent
+        commit = snapshot.name
+        if info is None:
+            return _Commit(repo, commit, snapshot, None)
+        if info.sha != commit:  # the branch has moved since
+            info = ask(revision=commit)
+        files = [
+            RemoteFile(repo, commit, item.rfilename, item.size or 0, item.lfs.sha256.lower() if item.lfs else None)
+            for item in info.siblings or ()
+        ]
+    return _Commit(repo, commit, snapshot, {file.name: file for file in files})
 
 
 def _download_small_files(commit: _Commit) -> None:
@@ -166,22 +169,24 @@ def _describe_cached(commit: _Commit, name: str) -> RemoteFile:
     """Offline. The cache calls a large file by its SHA-256, where the file system has links."""
     path = commit.cached(name)
     blob = path.resolve()
-    sha256 = blob.name if _SHA256.fullmatch(blob.name) else None
+    sha256 = blob.name if SHA256.fullmatch(blob.name) else None
     return RemoteFile(commit.repo, commit.commit, name, path.stat().st_size, sha256)
 
 
 def _already(out: Path, commit: _Commit, needed: list[RemoteFile]) -> Slim | None:
-    """What is in `out`, if it was made of the same files and is whole: then nothing needs to be downloaded."""
+    """What is in `out`, if it was made of the same files and is whole: then nothing needs to be downloaded.
+
+    Raises ExtractError where it was made of others.
+    """
     found = read_provenance(out)
     if found is None:
         return None
-    sources = {file.name: file.sha256 for file in found.source_files}
-    is_same = (
-        None not in sources.values()
-        and sources == {remote.name: remote.sha256 for remote in needed}
-        and all(found.sha256.get(name) == file_sha256(commit.snapshot / name) for name in CONFIG_NAMES)
-    )
-    return open_slim(out, found, is_new=False) if is_same and is_whole(out, found) else None
+    there, here = {file.sha256 for file in found.source_files}, {remote.sha256 for remote in needed}
+    are_known = None not in there | here
+    has_configs = all(found.sha256.get(name) == file_sha256(commit.snapshot / name) for name in CONFIG_NAMES)
+    if not has_configs or (are_known and there != here):
+        raise other_content(out, found, f"{commit.repo} at {commit.commit}")
+    return open_slim(out, found, is_new=False) if are_known and is_whole(out, found) else None
 
 
 def _fetched(slim: Slim, commit: _Commit, needed: list[RemoteFile], downloaded_bytes: int) -> Fetched:
@@ -213,16 +218,46 @@ def _advance(report: Any, behind: int, total: int, done: int) -> None:
 
 def _verify(commit: _Commit, needed: list[RemoteFile], checked: set[Path]) -> dict[str, str]:
     """Link each file into the commit's folder, and check those that were there before; the checksums by file name."""
-    verified = {}
+    verified, faults = {}, []
     for remote in needed:
         path = commit.cached(remote.name)
         if remote.sha256 is None:
             log.warning("%s: the cache does not say its SHA-256, so it is not checked", remote.name)
             continue
         if path.resolve() not in checked:
-            check(path, remote)
+            try:
+                check(path, remote)
+            except FetchError as error:
+                faults.append(str(error))
         verified[remote.name] = remote.sha256
+    if faults:
+        raise FetchError("; ".join(faults))
     return verified
+
+
+def _check_environment() -> None:
+    """Raise FetchError for what the library would fail at with other errors."""
+    try:
+        endpoint = httpx2.URL(constants.ENDPOINT)
+    except httpx2.InvalidURL:
+        endpoint = httpx2.URL()
+    if endpoint.scheme not in ("http", "https") or not endpoint.host:
+        raise FetchError("HF_ENDPOINT is not an http or https URL")
+    if not (get_token() or "").isascii():
+        raise FetchError("the token given (HF_TOKEN) holds a character that no token has")
+
+
+@contextmanager
+def _readable(repo: str) -> Iterator[None]:
+    """Around the library, which trusts in the shape of what it is told: what it trips over, as one line of ours."""
+    try:
+        yield
+    except (FetchError, HFValidationError):
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise FetchError(
+            f"what {httpx2.URL(constants.ENDPOINT).host} says of {repo} is not what a hub says ({type(error).__name__})"
+        ) from None
 
 
 @contextmanager
@@ -232,6 +267,9 @@ def _worded(repo: str, revision: str) -> Iterator[None]:
         yield
     except (HfHubHTTPError, httpx2.HTTPError, EntryNotFoundError, HFValidationError, OfflineModeIsEnabled) as error:
         raise FetchError(_explain(error, repo, revision)) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise FetchError(f"downloading {repo}: {where}{error.strerror or type(error).__name__}") from None
 
 
 def _explain(error: Exception, repo: str, revision: str) -> str:

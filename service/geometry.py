@@ -129,8 +129,9 @@ def plan_image(
     if frames * own.patches > top:
         chosen = extent(width, height, rule, max(4, top // frames))
         if policy == "refuse":
-            raise _too_many_patches(frames * own.patches, top, chosen if frames * chosen.patches <= top else None)
-    tier = check_image_patches(frames * chosen.patches, capacities)
+            fits = chosen if frames * chosen.patches <= top else None
+            raise _too_many_patches(frames * own.patches, top, fits, is_chunk=num_frames is not None)
+    tier = check_image_patches(frames * chosen.patches, capacities, is_chunk=num_frames is not None)
     return ImagePlan((width, height), chosen, tier, own.size, num_frames)
 
 
@@ -180,11 +181,11 @@ def extent(width: int, height: int, processor: ProcessorSpec, max_patches: int) 
     return Fit(new_width, new_height, own.patch_size)
 
 
-def check_image_patches(patches: int, patch_capacities: Sequence[int]) -> int:
+def check_image_patches(patches: int, patch_capacities: Sequence[int], *, is_chunk: bool = False) -> int:
     """The smallest of the ascending tiers that holds `patches`. Raises TooManyPatches over the top one."""
     index = bisect_left(patch_capacities, patches)
     if index == len(patch_capacities):
-        raise _too_many_patches(patches, patch_capacities[-1])
+        raise _too_many_patches(patches, patch_capacities[-1], is_chunk=is_chunk)
     return patch_capacities[index]
 
 
@@ -234,10 +235,13 @@ def _first_excess(side: int, other: int, tokens: int, patch: int, max_patches: i
     return unit * k + 1
 
 
-def _too_many_patches(patches: int, limit: int, downscaled: Fit | None = None) -> TooManyPatches:
-    message = f"the image has {patches} patches, the limit is {limit}"
+def _too_many_patches(
+    patches: int, limit: int, downscaled: Fit | None = None, *, is_chunk: bool = False
+) -> TooManyPatches:
+    what = "the frames of the chunk together have" if is_chunk else "the image has"
+    message = f"{what} {patches} patches, the limit is {limit}"
     numbers: dict[str, object] = {"patches": patches, "limit": limit}
     if downscaled is not None:
-        message += f"; {downscaled.width} x {downscaled.height} pixels would fit"
+        message += f"; {downscaled.width} x {downscaled.height} pixels{' each' if is_chunk else ''} would fit"
         numbers["downscaled_size"] = list(downscaled.size)
     return TooManyPatches(message, numbers=numbers)

@@ -7,6 +7,7 @@ numbers; they never repeat a URL, which a hub may have signed. Called by service
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ log = logging.getLogger("tpvision.fetch")
 
 Advance = Callable[[int], None]  # the file's bytes that are there
 
-_MAX_FAILURES = 5  # in a row, without a byte between them
+_MAX_FAILURES = 5  # in a row, without a byte that was not there before
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 _RETRIED_STATUSES = {408, 429, 500, 502, 503, 504}
+_RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.ProxyError, httpx2.RemoteProtocolError)
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FetchError(ExtractError):
@@ -37,13 +40,22 @@ class FetchError(ExtractError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of one commit, as the hub describes it. `sha256` of files in large-file storage."""
+    """A file of one commit, as the hub describes it. `sha256` of files in large-file storage.
+
+    Raises FetchError where what the hub says is no size or no checksum.
+    """
 
     repo: str
     commit: str
     name: str
     num_bytes: int
     sha256: str | None
+
+    def __post_init__(self) -> None:
+        if type(self.num_bytes) is not int or self.num_bytes < 0:
+            raise FetchError(f"{self.name}: the hub gives no size of it that is a number of bytes")
+        if self.sha256 is not None and not SHA256.fullmatch(self.sha256):  # it names files of the cache
+            raise FetchError(f"{self.name}: the hub gives no SHA-256 of it that is one")
 
     @property
     def is_cached(self) -> bool:
@@ -77,7 +89,7 @@ class RemoteFile:
 
 
 def download(remote: RemoteFile, advance: Advance) -> int:
-    """Put the file into the cache; the bytes received for that. Raises FetchError, httpx2.HTTPError or OSError."""
+    """Put the file into the cache; the bytes received for that. Raises FetchError or OSError."""
     for folder in (remote.partial.parent, remote.lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(remote.lock):
@@ -113,24 +125,26 @@ class _Receiver:
         self._url = hf_hub_url(remote.repo, remote.name, revision=remote.commit)
 
     def run(self) -> None:
-        """Raises what the last attempt raised when several in a row brought nothing."""
+        """Raises FetchError at an answer that will stay as it is, and when several attempts in a row got no further."""
         if start := self._file.tell():
             log.info("%s: going on at byte %s", self._remote.name, f"{start:,}")
-        failures = 0
+        failures, furthest = 0, start
         while self._file.tell() != self._remote.num_bytes:
-            before = self.received
+            is_final = False
             try:
                 self._attempt()
-                reason = "it ended early"
-            except (httpx2.TransportError, HfHubHTTPError) as error:
-                if failures == _MAX_FAILURES or not _is_transient(error):
-                    raise
-                reason = _reason(error)
-            failures = 0 if self.received > before else failures + 1
-            if failures > _MAX_FAILURES:
-                raise FetchError(f"{self._remote.name}: {reason} at byte {self._file.tell():,}, {failures} times")
-            if self._file.tell() != self._remote.num_bytes:
-                log.warning("%s: %s at byte %s, again", self._remote.name, reason, f"{self._file.tell():,}")
+                reason = "the answer ended early"
+            except httpx2.HTTPError as error:
+                reason, is_final = _reason(error), not _is_transient(error)
+            there = self._file.tell()
+            failures = 0 if there > furthest else failures + 1
+            furthest = max(furthest, there)
+            where = f"{self._remote.name}: {reason} at byte {there:,}"
+            if is_final or failures == _MAX_FAILURES:
+                tries = "" if is_final else f", {failures} attempts in a row got no further"
+                raise FetchError(f"{where}{tries}; run it again to go on")
+            if there != self._remote.num_bytes:
+                log.warning("%s, again", where)
                 time.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures))
 
     def _attempt(self) -> None:
@@ -145,10 +159,24 @@ class _Receiver:
             "GET", self._url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
         ) as response:
             hf_raise_for_status(response)
-            if start and response.status_code != httpx2.codes.PARTIAL_CONTENT:
+            if response.status_code != httpx2.codes.PARTIAL_CONTENT:
+                start = 0
+            self._check_offer(response, start)
+            if not start:
                 self._restart()
             for block in response.iter_bytes():
                 self._append(block)
+
+    def _check_offer(self, response: httpx2.Response, start: int) -> None:
+        """Raise FetchError where the headers tell that what follows is something else, such as a page of a proxy."""
+        expected = self._remote.num_bytes - start
+        offered = response.headers.get("Content-Length", str(expected))
+        place = response.headers.get("Content-Range", f"bytes {start}-")
+        if not place.startswith(f"bytes {start}-") or (not start and offered != str(expected)):
+            raise FetchError(
+                f"{self._remote.name}: {response.url.host} offers something else than its {expected:,} bytes from byte "
+                f"{start:,} on"
+            )
 
     def _append(self, block: bytes) -> None:
         self._file.write(block)
@@ -164,8 +192,12 @@ class _Receiver:
 
 
 def _is_transient(error: httpx2.HTTPError) -> bool:
-    return not isinstance(error, HfHubHTTPError) or error.response.status_code in _RETRIED_STATUSES
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in _RETRIED_STATUSES
+    return isinstance(error, _RETRIED)
 
 
 def _reason(error: httpx2.HTTPError) -> str:
-    return f"status {error.response.status_code}" if isinstance(error, HfHubHTTPError) else type(error).__name__
+    if isinstance(error, HfHubHTTPError):
+        return f"{error.response.url.host} answered with status {error.response.status_code}"
+    return type(error).__name__

@@ -4,6 +4,7 @@ A safetensors file with one float32 tensor, `embeddings`, and where it came from
 and compares; nothing is computed here.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from tp.spec import Dtype
+from tp.spec import Dtype, FolderError
 
 Tokens = npt.NDArray[np.float32]
 
@@ -22,7 +23,7 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 3
 _FORMAT = "tpvision reference 1"
 
 
-class ReferenceFileError(ValueError):
+class ReferenceFileError(FolderError):
     """A reference file cannot be read or written, or is none."""
 
 
@@ -54,8 +55,10 @@ class Distance:
 
 def distance(found: Tokens, expected: Tokens, *dtypes: Dtype) -> Distance:
     """Between two results of one shape, which were computed in these dtypes: the widest tolerance counts."""
-    difference = found.astype(np.float64) - expected
-    relative = float(np.linalg.norm(difference) / np.linalg.norm(expected))
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity show in the result
+        difference = found.astype(np.float64) - expected
+        size, whole = float(np.linalg.norm(difference)), float(np.linalg.norm(expected.astype(np.float64)))
+    relative = size / whole if whole else (math.inf if size else 0.0)
     return Distance(relative, float(np.abs(difference).max()), max(TOLERANCE[dtype] for dtype in dtypes))
 
 
@@ -69,11 +72,17 @@ def write_reference(path: Path, embeddings: Tokens, origin: Origin) -> None:
 
 def read_reference(path: Path) -> tuple[Tokens, Origin]:
     """What `write_reference` stored. Raises ReferenceFileError."""
+    if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
+        raise ReferenceFileError(f"{path} cannot be read as a reference: it is not a regular file")
     try:
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             if metadata.pop("format", None) != _FORMAT:
                 raise ReferenceFileError(f"{path} was not written by `tpvision check --write-reference`")
-            return file.get_tensor("embeddings"), Origin(**metadata)
+            tokens, origin = file.get_tensor("embeddings"), Origin(**metadata)
     except (OSError, TypeError, safetensors.SafetensorError) as error:
         raise ReferenceFileError(f"{path} cannot be read as a reference: {error}") from error
+    if origin.dtype not in TOLERANCE or tokens.dtype != np.float32 or tokens.ndim != 2:
+        text = f"{origin.dtype} tokens stored as {tokens.dtype} {list(tokens.shape)}"
+        raise ReferenceFileError(f"{path} cannot be read as a reference: {text}")
+    return tokens, origin

@@ -333,6 +333,8 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 def _explain(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "too_short" and first["loc"][-1] == "frames":
+        return InvalidRequest("at least one frame is needed", param=_param(first["loc"]))
     return InvalidRequest(_message(first["type"], first["msg"], first["input"]), param=_param(first["loc"]))
 
 

@@ -1,13 +1,41 @@
 """Shared fixtures: golden data, and real services with real worker groups on loopback."""
 
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from running import GOLDEN, REFERENCE_IMAGES, RunningService
 
+from service.cli import main
+
 Start = Callable[..., RunningService]
+Here = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> Iterator[Here]:
+    """Run a `tpvision` command in this process, which takes no second to start; its log is in its stderr."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str, **environ: str) -> CompletedProcess[str]:
+        capsys.readouterr()
+        caplog.clear()
+        with monkeypatch.context() as patch, caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["tpvision", *arguments])
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            main()
+        stdout, stderr = capsys.readouterr()
+        return CompletedProcess(arguments, int(ended.value.code or 0), stdout, caplog.text + stderr)
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

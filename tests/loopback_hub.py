@@ -7,7 +7,7 @@ redirect to the store, which has another port, takes ranges and must never see a
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +43,11 @@ class Hub:
     takes_ranges: bool = True
     moves_to: str | None = None  # commit that main moves to after it was first described
     corrupt: bool = False  # the store turns a bit
+    page: bytes | None = None  # what the store answers instead, with status 200
+    tells_length: bool = True  # of that page
+    range_shift: int = 0  # bytes by which the store misses the range that was asked for
+    redirect: str | None = None  # where to, instead of the store
+    describe: Callable[[dict[str, Any]], bytes] = lambda info: json.dumps(info).encode()  # the API's answer
     url: str = ""
     store_url: str = ""
     requests: list[Request] = field(default_factory=list)
@@ -110,7 +115,7 @@ class _HubHandler(_Handler):
         siblings = [_sibling(name, content) for name, content in self.hub.commits[commit].items()]
         info = {"id": self.hub.repo, "modelId": self.hub.repo, "sha": commit, "private": False, "siblings": siblings}
         self.hub.refs["main"] = self.hub.moves_to or self.hub.refs["main"]
-        self._answer(200, json.dumps(info).encode(), Content_Type="application/json")
+        self._answer(200, self.hub.describe(info), Content_Type="application/json")
 
     def _resolve(self, revision: str, name: str) -> None:
         commit = self.hub.commit_of(revision)
@@ -126,7 +131,7 @@ class _HubHandler(_Handler):
                 X_Repo_Commit=commit,
                 X_Linked_Etag=f'"{hashlib.sha256(content).hexdigest()}"',
                 X_Linked_Size=str(len(content)),
-                Location=f"{self.hub.store_url}/{commit}/{name}?X-Amz-Signature={SIGNATURE}",
+                Location=self.hub.redirect or f"{self.hub.store_url}/{commit}/{name}?X-Amz-Signature={SIGNATURE}",
             )
         else:
             if self.command == "GET":
@@ -145,11 +150,14 @@ class _StoreHandler(_Handler):
         if self.hub.fail_with:
             self._answer(self.hub.fail_with.pop(0))
             return
+        if self.hub.page is not None:
+            self._show_page(self.hub.page)
+            return
         _, commit, name = url.path.split("/", 2)
         content = self.hub.commits[commit][name]
         first = 0
         if self.hub.takes_ranges and self.headers["Range"]:
-            first = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            first = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) + self.hub.range_shift
         self.send_response(206 if first else 200)
         self.send_header("Content-Length", str(len(content) - first))
         if first:
@@ -157,6 +165,14 @@ class _StoreHandler(_Handler):
         self.end_headers()
         if self.command == "GET":
             self._send(name, _flip(content) if self.hub.corrupt else content, first)
+
+    def _show_page(self, page: bytes) -> None:
+        self.send_response(200)
+        if self.hub.tells_length:
+            self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+        self.close_connection = True
 
     def _send(self, name: str, content: bytes, first: int) -> None:
         stop = first + self.hub.drop_after.pop(0) if self.hub.drop_after else None
@@ -194,6 +210,13 @@ def _flip(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: clients hang up here."""
+
+
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:
     """Serve until the context ends."""
@@ -206,8 +229,7 @@ def running(hub: Hub) -> Iterator[Hub]:
 
 @contextmanager
 def _serving(hub: Hub, base: type[_Handler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:

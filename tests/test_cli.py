@@ -36,8 +36,9 @@ def tpvision(*arguments: str, timeout_s: float = 60, **environ: str) -> subproce
         (["--model", str(MODEL), "--capacities", "1024,512"], ["must ascend", "512 follows 1024"]),
         (["--model", str(MODEL), "--capacities", "1023"], ["1023", "multiple of 4"]),
         (["--model", str(MODEL), "--capacities", ""], ["at least one capacity tier"]),
-        (["--model", "/nowhere"], ["/nowhere/config.json does not exist"]),
+        (["--model", "/nowhere"], ["there is no folder /nowhere"]),
         ([], ["model.path is not set"]),
+        (["--model", str(MODEL), "--tp", "0"], ["parallel.tensor (flag --tp): Input should be greater than"]),
         (["--model", str(MODEL), "--workers", "external"], ["parallel.socket"]),
     ],
 )

@@ -8,12 +8,16 @@ load weights (tp/weights.py does). Names and shapes are those of the published c
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tp.spec import CHANNELS, Dtype, EncoderSpec
+import numpy as np
+import safetensors
+
+from tp.spec import CHANNELS, MAX_JSON_BYTES, Dtype, EncoderSpec, FolderError, SpecError, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -21,9 +25,9 @@ TOWER_PREFIX = "vision_tower."
 # Two spellings of the projector are published, of the same tensors: prefix -> its two linears. In the first they are
 # members 0 and 2 of a sequence whose 1 is the GELU. A folder may use either, but not both.
 PROJECTOR_LINEARS = {"mm_projector": ("proj.0", "proj.2"), "multi_modal_projector": ("linear_1", "linear_2")}
-MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 FINGERPRINT_BYTES = 4096  # from each end of a tensor
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_EXPONENTS = {"F32": ("<u4", 0x7F80_0000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # all set: NaN, infinity
 DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 MLP_UNIT = 8  # MLP columns are split in runs of 8, which matrix units like
 _NAMED_AT_MOST = 8  # tensors named in one message
@@ -34,7 +38,7 @@ _LFS_POINTER = b"version https://git-lfs"
 Shape = tuple[int, ...]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(FolderError):
     """A checkpoint folder lacks something, or holds something that is not this encoder."""
 
 
@@ -97,7 +101,7 @@ def vision_files(model_dir: Path) -> list[Path]:
         if not names:
             raise CheckpointError(_no_vision(index, list(weight_map)))
         for name in names:
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", "..") or not name.isprintable():
                 raise CheckpointError(f"{index} names {name!r}, which is not a file of its folder")
         return [model_dir / name for name in names]
     single = model_dir / SINGLE_NAME
@@ -179,6 +183,13 @@ def fingerprint(table: Mapping[str, TensorEntry]) -> str:
     return digest.hexdigest()
 
 
+def count_non_finite(entry: TensorEntry) -> int:
+    """How many values of a checked tensor are NaN or infinite. Reads all of it."""
+    kind, exponent = _EXPONENTS[entry.dtype]
+    bits = np.fromfile(entry.file, kind, math.prod(entry.shape), offset=entry.start)
+    return int(np.count_nonzero((bits & exponent) == exponent))
+
+
 def _linear(name: str, shape: Shape, has_bias: bool) -> dict[str, Shape]:
     return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if has_bias else {})
 
@@ -247,59 +258,80 @@ def _dtype_faults(entries: Iterable[TensorEntry]) -> list[str]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} has no readable weight_map: {error!r}") from error
+        weight_map = read_json(index).get("weight_map")
+    except SpecError as error:
+        raise CheckpointError(f"{index} has no readable weight_map: {error}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} has no readable weight_map: not an object of file names")
+    return weight_map
 
 
 def _read_header(path: Path, spec: EncoderSpec) -> tuple[list[TensorEntry], list[str]]:
     """The vision tensors of one file, and the names of its others.
 
-    Format: 8 bytes little-endian header length, JSON header, data.
+    Format: 8 bytes little-endian header length, JSON header, data. Where it is not, our messages have names and
+    numbers; the library, which the ranks read with, has the last word: no hole, no overlap, no byte left over.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(len(_LFS_POINTER))
-            if start == _LFS_POINTER:
-                raise CheckpointError(f"{path} is a git-lfs pointer of {size} bytes, not the file: run `git lfs pull`")
-            length = int.from_bytes(start[:8], "little")
-            file.seek(8)
-            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        size, length, header = _parse_header(path)
+        entries = [
+            _entry(path, name, spec, value, 8 + length) for name, value in header.items() if name.startswith(_PREFIXES)
+        ]
+        for entry in entries:
+            if entry.stop > size:
                 raise CheckpointError(
-                    f"{path} is truncated or no safetensors file: {size} bytes, with a header of {length} announced"
+                    f"{path} is truncated: {entry.name} ends at byte {entry.stop}, the file has {size}"
                 )
-            header = json.loads(file.read(length))
-            if not isinstance(header, dict):
-                raise ValueError("no JSON object")
+        with safetensors.safe_open(path, framework="np"):
+            pass
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the index names it for vision tensors") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except (ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} has a malformed header: {error}") from error
-    entries = [
-        _entry(path, name, _expected_name(name, spec), value, 8 + length)
-        for name, value in header.items()
-        if name.startswith(_PREFIXES)
-    ]
-    for entry in entries:
-        if entry.stop > size:
-            raise CheckpointError(f"{path} is truncated: {entry.name} ends at byte {entry.stop}, the file has {size}")
     return entries, [name for name in header if not name.startswith(_PREFIXES)]
 
 
-def _entry(path: Path, stored_as: str, name: str, value: Any, data_start: int) -> TensorEntry:
+def _parse_header(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """Bytes of the file and of its header, and the header. Raises CheckpointError, or what open and json.loads do."""
+    if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
+        raise CheckpointError(f"{path} is not a regular file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a git-lfs pointer of {size} bytes, not the file: run `git lfs pull`")
+        length = int.from_bytes(start[:8], "little")
+        file.seek(8)
+        if not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
+            raise CheckpointError(
+                f"{path} is truncated or no safetensors file: {size} bytes, with a header of {length} announced"
+            )
+        header = json.loads(file.read(length), object_pairs_hook=_each_once)
+    if not isinstance(header, dict):
+        raise ValueError("no JSON object")
+    return size, length, header
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of two values under one name, readers take one in silence."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} is there twice")
+    return values
+
+
+def _entry(path: Path, stored_as: str, spec: EncoderSpec, value: Any, data_start: int) -> TensorEntry:
+    name = _expected_name(stored_as, spec)
     try:
-        dtype, shape = str(value["dtype"]), tuple(int(size) for size in value["shape"])
-        start, stop = (data_start + int(offset) for offset in value["data_offsets"])
+        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        fills = stop - start == math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else True
+        entry = TensorEntry(name, stored_as, path, dtype, shape, data_start + start, data_start + stop)
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a malformed header at {stored_as}: {error!r}") from error
-    if not data_start <= start <= stop:
-        raise CheckpointError(f"{path} has a malformed header at {stored_as}: offsets {value['data_offsets']}")
-    if dtype in ITEM_BYTES and stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+    if not fills:
         raise CheckpointError(f"{path}: {name} {list(shape)} {dtype} does not fill its {stop - start} bytes")
-    return TensorEntry(name, stored_as, path, dtype, shape, start, stop)
+    return entry

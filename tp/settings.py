@@ -314,14 +314,18 @@ def load_settings(
     *,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
+    spellings: Mapping[str, str] | None = None,
 ) -> LoadedSettings:
-    """Merge file, environment and flags (dotted name -> value). Raises SettingsError naming key, source and reason."""
+    """Merge file, environment and flags (dotted name -> value; `spellings` has each flag as people type it).
+
+    Raises SettingsError naming key, source and reason.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     layers = (
         _from_file(config),
         _from_environ(environ or {}),
-        (((name, f"flag {name}", value) for name, value in (flags or {}).items())),
+        (((name, f"flag {(spellings or {}).get(name, name)}", value) for name, value in (flags or {}).items())),
     )
     for layer in layers:
         for name, source, value in layer:

@@ -8,13 +8,17 @@ a tower that we know (K3.1) is taken, and `model_note` says so.
 """
 
 import json
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 ROPE_THETA = 10000.0
+ROPE_SIDE = 512  # patches a side that the published towers' rotary table has
 CHANNELS = 3
+MAX_JSON_BYTES = 100_000_000  # of a file that is read as a whole; safetensors' own limit of a header
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,7 +27,14 @@ Family = Literal["Kimi K3", "Kimi K2.5", "Kimi-VL"]
 MODEL_TYPES: dict[str, Family] = {"kimi_k3": "Kimi K3", "kimi_k25": "Kimi K2.5", "kimi_vl": "Kimi-VL"}  # published
 
 
-class SpecError(ValueError):
+class FolderError(ValueError):
+    """A folder cannot be used. What its message quotes from files is escaped where it cannot be printed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))
+
+
+class SpecError(FolderError):
     """The checkpoint's configuration is missing, malformed, or describes an encoder we do not have."""
 
 
@@ -179,7 +190,27 @@ def model_note(spec: EncoderSpec) -> str | None:
 
 def read_spec(model_dir: Path) -> EncoderSpec:
     """The spec of the checkpoint in `model_dir`. Raises SpecError naming the file and the key at fault."""
-    return parse_spec(_read_json(model_dir / "config.json"), _read_json(model_dir / "preprocessor_config.json"))
+    return parse_spec(read_json(model_dir / "config.json"), read_json(model_dir / "preprocessor_config.json"))
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file. Raises SpecError, naming the file, for anything else."""
+    try:
+        if not path.is_file() and path.exists():  # opening a named pipe would wait for ever
+            raise SpecError(f"{path} is not a regular file")
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise SpecError(f"{path} has {size:,} bytes, more than the {MAX_JSON_BYTES:,} that are read")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise SpecError(f"{path} does not exist") from None
+    except SpecError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise SpecError(f"{path} does not hold a JSON object")
+    return value
 
 
 def parse_spec(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> EncoderSpec:
@@ -204,18 +235,19 @@ def parse_spec(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> En
     text_hidden = vision.integer(
         "text_hidden_size", default=top.section("text_config").integer("hidden_size", default=0)
     )
+    num_frames = vision.integer("init_pos_emb_time", "pos_emb_time", default=4, most=_MOST_FRAMES)
     spec = EncoderSpec(
         model_type=top.text("model_type"),
-        num_layers=vision.integer("vt_num_hidden_layers", "num_hidden_layers"),
+        num_layers=vision.integer("vt_num_hidden_layers", "num_hidden_layers", most=_MOST_LAYERS),
         hidden_size=hidden,
         qkv_size=vision.integer("qkv_hidden_size", default=hidden),
-        num_heads=vision.integer("vt_num_attention_heads", "num_attention_heads"),
+        num_heads=vision.integer("vt_num_attention_heads", "num_attention_heads", most=_MOST_HEADS),
         mlp_size=vision.integer("vt_intermediate_size", "intermediate_size"),
         text_hidden_size=text_hidden,
-        patch_size=vision.integer("patch_size", default=14),
+        patch_size=_patch_size(vision),
         pos_emb_height=vision.integer("init_pos_emb_height", "pos_emb_height"),
         pos_emb_width=vision.integer("init_pos_emb_width", "pos_emb_width"),
-        pos_emb_time=1 if is_kimi_vl else vision.integer("init_pos_emb_time", "pos_emb_time", default=4),
+        pos_emb_time=1 if is_kimi_vl else num_frames,
         pos_emb_interpolation=vision.choice("pos_emb_interpolation_mode", ("bicubic", "bilinear"), default="bicubic"),
         norm=vision.choice("norm_type", ("layernorm", "rmsnorm"), default="layernorm"),
         has_bias=has_bias,
@@ -268,16 +300,16 @@ def parse_processor(preprocessor: Mapping[str, Any], is_kimi_vl: bool) -> Proces
     background = keys.values.get("transparent_bg_config")
     merge = keys.values.get("merge_kernel_size", 2)
     if merge not in (2, [2, 2]):
-        raise SpecError(f"preprocessor_config.json: merge_kernel_size must be 2, not {merge!r}")
+        raise SpecError(f"preprocessor_config.json: merge_kernel_size must be 2, not {_shown(merge)}")
     if keys.values.get("fixed_output_tokens") is not None:
         raise SpecError("preprocessor_config.json: fixed_output_tokens is not supported")
     return ProcessorSpec(
         rule="kimi_vl" if is_kimi_vl else "navit",
-        patch_size=keys.integer("patch_size", default=14),
-        patch_limit=keys.integer("in_token_limit" if is_kimi_vl else "in_patch_limit"),
-        frame_patch_limit=keys.optional_integer("in_patch_limit_each_frame"),
-        chunk_patch_limit=keys.optional_integer("in_patch_limit_video"),
-        side_limit=keys.integer("patch_limit_on_one_side", default=512),
+        patch_size=_patch_size(keys),
+        patch_limit=keys.integer("in_token_limit" if is_kimi_vl else "in_patch_limit", least=4),
+        frame_patch_limit=keys.optional_integer("in_patch_limit_each_frame", least=4),
+        chunk_patch_limit=keys.optional_integer("in_patch_limit_video", least=4 * _MOST_FRAMES),
+        side_limit=keys.integer("patch_limit_on_one_side", default=ROPE_SIDE, least=4, most=ROPE_SIDE),
         mean=keys.triple("image_mean", default=(0.5, 0.5, 0.5)),
         std=keys.triple("image_std", default=(0.5, 0.5, 0.5)),
         background=None if background is None else _parse_background(keys.section("transparent_bg_config")),
@@ -299,6 +331,10 @@ def _parse_background(keys: "_Keys") -> Background:
     )
 
 
+def _patch_size(keys: "_Keys") -> int:
+    return keys.integer("patch_size", default=14, least=4, most=32)
+
+
 def _dtype(top: "_Keys") -> Dtype:
     name = top.text("dtype", default=top.text("torch_dtype", default="bfloat16"))
     for dtype in ITEMSIZE:
@@ -307,19 +343,20 @@ def _dtype(top: "_Keys") -> Dtype:
     raise SpecError(f"config.json: dtype {name!r} is not one of {', '.join(ITEMSIZE)}")
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise SpecError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise SpecError(f"{path} does not hold a JSON object")
-    return value
-
-
 _REQUIRED: Any = object()
+# Far beyond any published tower, and small enough for what loops over them.
+_MOST_LAYERS, _MOST_HEADS, _MOST_FRAMES, _MOST_CHARS = 1024, 1024, 16, 256
+_MOST = 2**31 - 1  # of any other integer
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut short."""
+    return reprlib.repr(value)[:100]
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold: JSON has longer ones, and Python reads NaN and Infinity."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 class _Keys:
@@ -335,44 +372,44 @@ class _Keys:
             raise SpecError(f"{self._where}: {name} is missing or not an object")
         return _Keys(value, f"{self._where}: {name}")
 
-    def integer(self, *names: str, default: int = _REQUIRED) -> int:
+    def integer(self, *names: str, default: int = _REQUIRED, least: int = 1, most: int = _MOST) -> int:
         value = self._find(names, default)
-        if type(value) is not int or value < 0 or (value == 0 and value is not default):
-            raise SpecError(f"{self._where}: {names[0]} must be a positive integer, not {value!r}")
-        return value
+        if value is not default and (type(value) is not int or not least <= value <= most):
+            raise SpecError(f"{self._where}: {names[0]} must be an integer in {least}..{most}, not {_shown(value)}")
+        return int(value)
 
-    def optional_integer(self, name: str) -> int | None:
-        return None if self.values.get(name) is None else self.integer(name)
+    def optional_integer(self, name: str, *, least: int) -> int | None:
+        return None if self.values.get(name) is None else self.integer(name, least=least)
 
     def byte(self, name: str, *, default: int) -> int:
         value = self._find((name,), default)
         if type(value) is not int or not 0 <= value <= 255:
-            raise SpecError(f"{self._where}: {name} must be an integer in 0..255, not {value!r}")
+            raise SpecError(f"{self._where}: {name} must be an integer in 0..255, not {_shown(value)}")
         return value
 
     def number(self, name: str, *, default: float) -> float:
         value = self._find((name,), default)
-        if type(value) not in (int, float) or not value > 0:
-            raise SpecError(f"{self._where}: {name} must be a positive number, not {value!r}")
+        if not _is_finite(value) or value <= 0:
+            raise SpecError(f"{self._where}: {name} must be a positive, finite number, not {_shown(value)}")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
         value = self._find((name,), default)
         if type(value) is not bool:
-            raise SpecError(f"{self._where}: {name} must be true or false, not {value!r}")
+            raise SpecError(f"{self._where}: {name} must be true or false, not {_shown(value)}")
         return value
 
     def text(self, name: str, *, default: str = _REQUIRED) -> str:
         value = self._find((name,), default)
-        if not isinstance(value, str):
-            raise SpecError(f"{self._where}: {name} must be a string, not {value!r}")
+        if not isinstance(value, str) or not value.isprintable() or len(value) > _MOST_CHARS:
+            raise SpecError(f"{self._where}: {name} must be a short printable string, not {_shown(value)}")
         return value
 
     def choice(self, name: str, known: tuple[str, ...], *, default: str) -> Any:
         value = self._find((name,), default)
         if value not in known:
             raise SpecError(
-                f"{self._where}: {name} is {value!r}; this tower is not supported (known: {', '.join(known)})"
+                f"{self._where}: {name} is {_shown(value)}; this tower is not supported (known: {', '.join(known)})"
             )
         return value
 
@@ -382,8 +419,8 @@ class _Keys:
 
     def triple(self, name: str, *, default: tuple[float, float, float]) -> tuple[float, float, float]:
         value = self._find((name,), default)
-        if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(type(v) in (int, float) for v in value):
-            raise SpecError(f"{self._where}: {name} must hold three numbers, not {value!r}")
+        if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_finite, value)):
+            raise SpecError(f"{self._where}: {name} must hold three finite numbers, not {_shown(value)}")
         return (float(value[0]), float(value[1]), float(value[2]))
 
     def _find(self, names: tuple[str, ...], default: Any) -> Any:

@@ -1,8 +1,10 @@
 """`tpvision fetch` as a person runs it, against a hub on loopback with two needed shards of forty."""
 
 import hashlib
+import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,12 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from conftest import Here
 from loopback_hub import COMMITS, SIGNATURE, Hub, running
-from running import GOLDEN, ROOT, wait_until
+from running import COMMAND, GOLDEN, ROOT, wait_until
 from safetensors.torch import load_file, save
 
+from service import hub_download
 from tp.checkpoint import INDEX_NAME, fingerprint, read_vision_tensors
 from tp.spec import read_spec
 
@@ -65,14 +70,38 @@ def environment(hub: Hub, home: Path, **more: str) -> dict[str, str]:
 
 
 def command(out: Path, *arguments: str, repo: str = REPO) -> list[str]:
-    return [sys.executable, "-m", "service.cli", "fetch", repo, "--out", str(out), *arguments]
+    return [*COMMAND, "fetch", repo, "--out", str(out), *arguments]
 
 
 @pytest.fixture
-def fetch(hub: Hub, tmp_path: Path) -> Fetch:
+def fetch(hub: Hub, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetch]:
+    """The command in this process, under an environment of its own, and with short pauses before it asks again."""
+    monkeypatch.setattr(hub_download, "_FIRST_PAUSE_S", 0.01)
+    for name in set(os.environ) - environment(hub, tmp_path).keys():
+        monkeypatch.delenv(name)
+
     def run(*arguments: str, repo: str = REPO, **environ: str) -> subprocess.CompletedProcess[str]:
+        for name, value in {**environment(hub, tmp_path / "home", HF_HUB_DISABLE_TELEMETRY="1"), **environ}.items():
+            monkeypatch.setenv(name, value)
+        importlib.reload(huggingface_hub.constants)  # where the library reads its variables
+        ended = here(*command(tmp_path / "out", *arguments, repo=repo)[len(COMMAND) :])
+        for name in environ:
+            monkeypatch.delenv(name)
+        return ended
+
+    yield run
+    huggingface_hub.close_session()
+    monkeypatch.undo()
+    importlib.reload(huggingface_hub.constants)
+
+
+@pytest.fixture
+def fetch_apart(hub: Hub, tmp_path: Path) -> Fetch:
+    """The command in a process of its own."""
+
+    def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command(tmp_path / "out", *arguments, repo=repo),
+            command(tmp_path / "out", *arguments),
             cwd=ROOT,
             env=environment(hub, tmp_path / "home", **environ),
             capture_output=True,
@@ -106,8 +135,8 @@ def blobs(home: Path) -> set[str]:
     return {path.name for path in home.glob("hub/models--*/blobs/*") if len(path.name) >= 64}
 
 
-def test_two_shards_of_forty_are_downloaded(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
-    ended = fetch()
+def test_two_shards_of_forty_are_downloaded(hub: Hub, fetch_apart: Fetch, tmp_path: Path) -> None:
+    ended = fetch_apart()
     assert ended.returncode == WORKS, ended.stderr
     assert_whole(tmp_path / "out")
     assert hub.served_large() == {PROJECTOR: len(FILES[PROJECTOR]), TOWER: len(FILES[TOWER])}
@@ -209,7 +238,48 @@ def test_a_busy_store_is_asked_again(hub: Hub, fetch: Fetch, tmp_path: Path) -> 
 
 def test_a_store_that_refuses_is_an_error(hub: Hub, fetch: Fetch) -> None:
     hub.fail_with = [403]
-    assert "answered 403" in last_line(fetch())
+    assert f"{PROJECTOR}: 127.0.0.1 answered with status 403" in last_line(fetch())
+
+
+@pytest.mark.parametrize(
+    ("tells_length", "attempts", "words"),
+    [(True, 1, "offers something else than its"), (False, 6, "5 attempts in a row got no further")],
+)
+def test_a_page_in_place_of_the_file_is_given_up(
+    hub: Hub, fetch: Fetch, tells_length: bool, attempts: int, words: str
+) -> None:
+    hub.page, hub.tells_length = b"<html>sign in</html>", tells_length
+    said = last_line(fetch())
+    assert PROJECTOR in said and words in said
+    assert len(hub.store_requests) == attempts
+
+
+def test_a_store_that_always_hangs_up_at_the_same_byte_is_given_up(hub: Hub, fetch: Fetch) -> None:
+    hub.drop_after, hub.takes_ranges = [100_000] * 1000, False
+    assert "5 attempts in a row got no further" in last_line(fetch())
+    assert len(hub.store_requests) <= 8  # where it breaks differs by what was under way
+
+
+def test_a_page_does_not_cost_what_was_downloaded(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
+    hub.drop_after, hub.range_shift = [100_000], 1
+    fetch()
+    (partial,) = (tmp_path / "home").glob("hub/models--*/blobs/*.tpvision-partial")
+    before = partial.read_bytes()
+    hub.page = b"<html>sign in</html>"
+    assert "offers something else" in last_line(fetch())
+    assert partial.read_bytes() == before
+
+
+def test_a_range_that_was_not_asked_for_is_refused(hub: Hub, fetch: Fetch) -> None:
+    hub.drop_after, hub.range_shift = [100_000], 1
+    assert f"{PROJECTOR}: 127.0.0.1 offers something else than its" in last_line(fetch())
+    assert len(hub.store_requests) == 2
+
+
+def test_a_redirect_to_a_file_is_not_followed_again_and_again(hub: Hub, fetch: Fetch) -> None:
+    hub.redirect = "file:///etc/hostname"
+    assert f"{PROJECTOR}: UnsupportedProtocol" in last_line(fetch())
+    assert len([request for request in hub.requests if request.method == "GET" and PROJECTOR in request.path]) == 1
 
 
 def test_a_wrong_checksum_is_refused_and_removed(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
@@ -235,6 +305,77 @@ def test_a_damaged_cache_is_refused_and_removed(fetch: Fetch, hub: Hub, tmp_path
     assert_whole(tmp_path / "out")
 
 
+def test_all_that_is_damaged_in_the_cache_is_found_at_once(fetch: Fetch, tmp_path: Path) -> None:
+    fetch()
+    for blob in (tmp_path / "home").glob("hub/models--*/blobs/" + "?" * 64):
+        blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    said = last_line(fetch())
+    assert f"{PROJECTOR}: its SHA-256 is" in said and f"{TOWER}: its SHA-256 is" in said
+    assert fetch().returncode == WORKS
+
+
+def of_siblings(**change: Any) -> Callable[[dict[str, Any]], bytes]:
+    """The hub's description of a repository with another one of each large file; a callable changes a value."""
+
+    def describe(info: dict[str, Any]) -> bytes:
+        for sibling in info["siblings"]:
+            if "lfs" in sibling:
+                sibling |= {name: value(sibling) if callable(value) else value for name, value in change.items()}
+        return json.dumps(info).encode()
+
+    return describe
+
+
+@pytest.mark.parametrize(
+    ("describe", "words"),
+    [
+        (lambda info: b"<html>sign in</html>", "is not what a hub says (JSONDecodeError)"),
+        (lambda info: b"[]", "is not what a hub says"),
+        (lambda info: b"null", "is not what a hub says"),
+        (lambda info: b"{}", "is not what a hub says"),
+        (lambda info: b'{"id":' + b"[" * 200_000, "is not what a hub says"),
+        (of_siblings(lfs={"size": 1}), "is not what a hub says"),
+        (of_siblings(size="9"), "the hub gives no size of it"),
+        (of_siblings(size=-9), "the hub gives no size of it"),
+        (of_siblings(lfs={"sha256": "../../../../evil", "size": 1, "pointerSize": 1}), "no SHA-256 of it that is one"),
+        (of_siblings(lfs={"sha256": 5, "size": 1, "pointerSize": 1}), "is not what a hub says"),
+    ],
+)
+def test_a_hub_that_says_something_else_is_refused_in_one_line(
+    hub: Hub, fetch: Fetch, tmp_path: Path, describe: Callable[[dict[str, Any]], bytes], words: str
+) -> None:
+    hub.describe = describe
+    assert words in last_line(fetch())
+    assert hub.served_large() == {}
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_checksum_in_capitals_is_the_same(hub: Hub, fetch: Fetch) -> None:
+    hub.describe = of_siblings(lfs=lambda sibling: {**sibling["lfs"], "sha256": sibling["lfs"]["sha256"].upper()})
+    ended = fetch()
+    assert ended.returncode == WORKS, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"HF_TOKEN": "hf_é"}, "the token given (HF_TOKEN) holds a character that no token has"),
+        ({"HF_ENDPOINT": "not a url"}, "HF_ENDPOINT is not an http or https URL"),
+        ({"HF_ENDPOINT": "file:///srv/hub"}, "HF_ENDPOINT is not an http or https URL"),
+    ],
+)
+def test_variables_that_cannot_be_meant_are_named(hub: Hub, fetch: Fetch, environ: dict[str, str], words: str) -> None:
+    ended = fetch(**environ)
+    assert words in last_line(ended)
+    assert environ.get("HF_TOKEN", "-") not in ended.stderr
+    assert hub.requests == []
+
+
+def test_a_variable_that_the_library_cannot_read_is_an_error_too(fetch_apart: Fetch) -> None:
+    assert "a variable of the hub library (HF_…) is malformed" in last_line(fetch_apart(HF_ENDPOINT="http://[bad"))
+
+
 def test_a_private_repository_needs_the_token(hub: Hub, fetch: Fetch) -> None:
     hub.token = TOKEN
     assert "private and no token is given (HF_TOKEN)" in last_line(fetch())
@@ -243,13 +384,13 @@ def test_a_private_repository_needs_the_token(hub: Hub, fetch: Fetch) -> None:
     assert "hf_Another" not in wrong.stdout + wrong.stderr
 
 
-def test_neither_token_nor_signature_is_ever_shown_or_written(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
+def test_neither_token_nor_signature_is_ever_shown_or_written(hub: Hub, fetch_apart: Fetch, tmp_path: Path) -> None:
     hub.token, hub.drop_after, hub.fail_with = TOKEN, [50_000], [503]
-    ended = fetch(HF_TOKEN=TOKEN)
+    ended = fetch_apart(HF_TOKEN=TOKEN)
     assert ended.returncode == WORKS, ended.stderr
     hub.fail_with = [403]
     (tmp_path / "out" / "model.safetensors").unlink()
-    refused = fetch(HF_TOKEN=TOKEN, HF_HUB_CACHE=str(tmp_path / "cache"))
+    refused = fetch_apart(HF_TOKEN=TOKEN, HF_HUB_CACHE=str(tmp_path / "cache"))
     assert refused.returncode == REFUSED
     texts = [text.encode() for text in (ended.stdout, ended.stderr, refused.stdout, refused.stderr)]
     texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
@@ -322,16 +463,15 @@ def test_offline_with_an_empty_cache(hub: Hub, fetch: Fetch, tmp_path: Path) -> 
     assert hub.requests == []
 
 
-def test_the_cache_folder_is_where_the_environment_says(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
-    assert fetch(HF_HUB_CACHE=str(tmp_path / "cache")).returncode == WORKS
+def test_the_cache_folder_is_where_the_environment_says(hub: Hub, fetch_apart: Fetch, tmp_path: Path) -> None:
+    assert fetch_apart(HF_HUB_CACHE=str(tmp_path / "cache")).returncode == WORKS
     assert (tmp_path / "cache" / f"models--{REPO.replace('/', '--')}" / "refs" / "main").read_text() == COMMITS[0]
     assert blobs(tmp_path / "home") == set()
 
 
 def test_what_the_library_cached_is_used(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
-    code = f"from huggingface_hub import hf_hub_download; hf_hub_download({REPO!r}, {TOWER!r})"
-    environ = environment(hub, tmp_path / "home", HF_HUB_DISABLE_PROGRESS_BARS="1")
-    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=60)
+    fetch("--revision", "v9")  # not there; but the library now has its variables
+    huggingface_hub.hf_hub_download(REPO, TOWER)
     hub.served.clear()
     assert fetch().returncode == WORKS
     assert hub.served_large() == {PROJECTOR: len(FILES[PROJECTOR])}
@@ -393,6 +533,29 @@ def test_a_foreign_folder_is_refused_before_anything_is_asked(hub: Hub, fetch: F
     assert hub.requests == []
 
 
+def test_what_cannot_be_written_is_told_before_the_download(hub: Hub, here: Here, fetch: Fetch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "nowhere")
+    assert "out is not a folder" in last_line(fetch())
+    out.unlink()
+    assert here("extract", str(GOLDEN / "tiny-k25-f32"), "--out", str(out)).returncode == WORKS
+    assert f"which is not {REPO} at {COMMITS[0]}; name another folder" in last_line(fetch())
+    assert "writing /proc/no/such: " in last_line(fetch("--out", "/proc/no/such"))
+    assert hub.served_large() == {}
+
+
+def test_a_disk_that_fails_is_named_with_the_step(fetch: Fetch, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert last_line(fetch()).endswith(f"downloading {REPO}: File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (tmp_path / "file").write_text("")
+    said = last_line(fetch(HF_HUB_CACHE=str(tmp_path / "file" / "cache")))
+    assert f"downloading {REPO}: {tmp_path / 'file'}" in said and said.endswith("Not a directory")
+
+
 def test_an_unreachable_hub_is_said(fetch: Fetch) -> None:
     assert "127.0.0.1 cannot be reached" in last_line(fetch(HF_ENDPOINT="http://127.0.0.1:9"))
 
@@ -408,4 +571,7 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> No
         check=False,
     )
     assert ended.returncode == REFUSED
-    assert ended.stderr == "tpvision: fetch needs the package huggingface_hub: pip install 'tpvision[fetch]'\n"
+    assert ended.stderr == (
+        "tpvision: fetch needs the package huggingface_hub, of the extra `fetch`: "
+        "pip install -c constraints.txt -e '.[fetch]'\n"
+    )

@@ -248,6 +248,9 @@ def test_a_chunk_over_the_tier_is_refused_with_the_size_that_downscale_gives() -
         plan_image(896, 896, K25_VIDEO, (1024, 8192), "refuse", num_frames=4)
     plan = plan_image(896, 896, K25_VIDEO, (1024, 8192), "downscale", num_frames=4)
     assert caught.value.numbers == {"patches": 16384, "limit": 8192, "downscaled_size": list(plan.encoded_size)}
+    assert caught.value.message == (
+        "the frames of the chunk together have 16384 patches, the limit is 8192; 630 x 630 pixels each would fit"
+    )
     assert plan.encoded_size == extent(896, 896, K25_VIDEO, 2048).size
     assert (plan.tier, plan.downscaled) == (8192, True)
     assert plan.patches <= 8192
@@ -258,6 +261,7 @@ def test_a_tier_too_small_for_one_token_a_frame_has_no_size_to_offer(policy: Pol
     with pytest.raises(TooManyPatches) as caught:
         plan_image(28, 28, K25_VIDEO, (8,), policy, num_frames=4)
     assert caught.value.numbers == {"patches": 16, "limit": 8}
+    assert "the frames of the chunk together have 16 patches" in caught.value.message
 
 
 def test_the_largest_chunk_is_over_the_largest_image() -> None:

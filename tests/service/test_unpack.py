@@ -141,6 +141,12 @@ def test_a_video_chunk_is_a_tuple_of_its_frames() -> None:
     assert unpack_video(ABC, video("QUI=", {"image": ABC}), video(ABC)) == [b"ABC", (b"AB", b"ABC"), (b"ABC",)]
 
 
+def test_a_video_chunk_without_frames_is_told_what_it_lacks() -> None:
+    with pytest.raises(InvalidRequest, match="at least one frame is needed") as caught:
+        unpack_video(video())
+    assert caught.value.param == "images[0].frames"
+
+
 def test_frames_may_be_urls_where_images_may() -> None:
     assert unpack_video(video(ABC, "https://x"), allow_urls=True) == [(b"ABC", "https://x")]
     with pytest.raises(InvalidRequest, match="URL fetching is off") as caught:

@@ -4,6 +4,7 @@ Each case damages a copy of tiny-k3 (f32, four shards: text, projector, tower, t
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -82,6 +83,17 @@ def cut(path: Path, count: int) -> None:
     path.write_bytes(path.read_bytes()[:-count])
 
 
+def overlap(folder: Path) -> None:
+    """Two norms of one shape, in the same bytes."""
+    content = (folder / TOWER).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    first, second = (f"vision_tower.encoder.blocks.0.norm{index}.weight" for index in (0, 1))
+    header[first]["data_offsets"] = header[second]["data_offsets"]
+    changed = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    (folder / TOWER).write_bytes(content[:8] + changed + content[8 + length :])
+
+
 def pointers(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -127,10 +139,12 @@ def without_vision(folder: Path) -> None:
 
 
 BROKEN = [
-    Broken("no folder", shutil.rmtree, ("config.json does not exist",)),
+    Broken("no folder", shutil.rmtree, ("there is no folder",)),
     Broken("no image rule", lambda f: remove(f, "pre*"), ("preprocessor_config.json does not exist",)),
     Broken("config cut short", lambda f: cut(f / "config.json", 9), ("config.json cannot be read",)),
     Broken("text model", lambda f: config(f, vision_config_top=None), ("vision_config is missing",)),
+    Broken("endless numbers", lambda f: config(f, projector_ln_eps=math.inf), ("projector_ln_eps must be", "not inf")),
+    Broken("endless layers", lambda f: config(f, vt_num_hidden_layers=10**8), ("vt_num_hidden_layers must be an",)),
     Broken("another projector", lambda f: config(f, mm_projector_type="mlp"), ("mm_projector_type is 'mlp'", "v2")),
     Broken("another norm", lambda f: config(f, norm_type="dyt"), ("norm_type is 'dyt'", "layernorm, rmsnorm")),
     Broken("another merge", lambda f: config(f, merge_type="avg"), ("merge_type is 'avg'", "sd2_tpool")),
@@ -139,6 +153,9 @@ BROKEN = [
     Broken("shard missing", lambda f: remove(f, TOWER), (f"{TOWER} is missing",)),
     Broken("shard cut short", lambda f: cut(f / TOWER, 100), (f"{TOWER} is truncated", "ends at byte", "the file has")),
     Broken("shard without its data", lambda f: (f / TOWER).write_bytes(bytes([64] + [0] * 31)), (TOWER, "32 bytes")),
+    Broken("shard and more", lambda f: (f / TOWER).open("ab").write(b"?"), (TOWER, "file not fully covered")),
+    Broken("a tensor on another", overlap, (TOWER, "invalid offset for tensor")),
+    Broken("shard is a pipe", lambda f: ((f / TOWER).unlink(), os.mkfifo(f / TOWER)), (TOWER, "not a regular file")),
     Broken("shard empty", lambda f: (f / TOWER).write_bytes(b""), (TOWER, "0 bytes")),
     Broken("pointers of git-lfs", pointers, ("is a git-lfs pointer of", "git lfs pull")),
     Broken("tensor missing", lambda f: drop(f, NORM), (f"{NORM} is missing, expected [64]",)),

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tp.checkpoint import (
     INDEX_NAME,
     CheckpointError,
     check_tensors,
+    count_non_finite,
     expected_tensors,
     fingerprint,
     read_vision_tensors,
@@ -24,6 +26,7 @@ from tp.spec import PUBLISHED_K3, EncoderSpec
 
 K3 = spec_of("tiny-k3")
 WQKV = "vision_tower.encoder.blocks.0.wqkv.weight"
+NORM = "vision_tower.encoder.blocks.0.norm0.weight"
 TEXT_SHARD, PROJECTOR_SHARD, FIRST_TOWER_SHARD = (f"model-0000{index}-of-000004.safetensors" for index in (1, 2, 3))
 
 
@@ -170,6 +173,73 @@ def test_header_that_contradicts_itself_is_refused(folder: Path) -> None:
         read_vision_tensors(folder, K3)
 
 
+def write_raw(path: Path, header: bytes, num_bytes: int = 16) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+
+
+def entry(shape: str = "[2, 2]", offsets: str = "[0, 16]", dtype: str = '"F32"') -> str:
+    return f'{{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}'
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (f'{{"{WQKV}": {entry()}, "{NORM}": {entry()}}}', "invalid offset for tensor"),  # one over the other
+        (f'{{"{WQKV}": {entry("[2]", "[8, 16]")}}}', "invalid offset for tensor"),  # a hole before it
+        (f'{{"{WQKV}": {entry("[2]", "[0, 8]")}}}', "file not fully covered"),  # bytes that are nobody's
+        (f'{{"{WQKV}": {entry("[2.4, 2.4]", "[0, 23.04]")}}}', "truncated: .* ends at byte"),
+        (f'{{"{WQKV}": {entry("[2.0, 2.0]")}}}', "invalid type: floating point"),
+        (f'{{"{WQKV}": {entry("[2, 2]", "[0.0, 16.0]")}}}', "invalid type: floating point"),
+        (f'{{"{WQKV}": {entry(chr(91) + chr(34) + "2" + chr(34) + ", 2]")}}}', "does not fill its 16 bytes"),
+        (f'{{"{WQKV}": {entry("[Infinity, 1]")}}}', "does not fill its 16 bytes"),
+        (f'{{"{WQKV}": {entry("[-2, -2]")}}}', "invalid value: integer `-2`"),
+        (f'{{"{WQKV}": {entry("[4]", "[16, 0]")}}}', "does not fill its -16 bytes"),
+        (f'{{"{WQKV}": {entry(dtype="[]")}}}', f"malformed header at {WQKV}"),
+        (f'{{"{WQKV}": {entry(dtype=chr(34) + "F99" + chr(34))}}}', "unknown variant `F99`"),
+        (f'{{"{WQKV}": {entry("null")}}}', f"malformed header at {WQKV}"),
+        (f'{{"{WQKV}": null}}', f"malformed header at {WQKV}"),
+        (f'{{"{WQKV}": {entry()}, "{WQKV}": {entry()}}}', f"{WQKV} is there twice"),
+        (f'{{"{WQKV}": {entry()[:-1]}, "dtype": "F32"}}}}', "dtype is there twice"),
+        ('{"a":' + "[" * 200_000, "maximum recursion depth"),
+        (f'{{"{WQKV}": {entry()}, "__metadata__": {{"a": 1}}}}', "expected a string"),
+    ],
+)
+def test_what_the_library_refuses_is_refused(folder: Path, header: str, message: str) -> None:
+    write_raw(folder / FIRST_TOWER_SHARD, header.encode())
+    with pytest.raises(CheckpointError, match=f"{FIRST_TOWER_SHARD}.*{message}"):
+        read_vision_tensors(folder, K3)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_are_opened(folder: Path, make: Callable[[Path], object]) -> None:
+    (folder / FIRST_TOWER_SHARD).unlink()
+    make(folder / FIRST_TOWER_SHARD)
+    with pytest.raises(CheckpointError, match=f"{FIRST_TOWER_SHARD} is not a regular file"):
+        read_vision_tensors(folder, K3)
+
+
+def test_names_of_tensors_are_escaped_in_messages(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"vision_tower.\x1b[31m\n": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"vision_tower\.\\x1b\[31m\\n \[3\] is left over"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "count"),
+    [
+        (torch.float32, [1.0, math.nan, -math.inf, 3e38], 2),
+        (torch.bfloat16, [1.0, math.nan, -math.inf, 3e38], 2),
+        (torch.float16, [1.0, math.nan, 6e4, math.inf], 2),
+        (torch.float32, [0.0, -0.0, 1e-45, 1.0], 0),
+    ],
+)
+def test_values_that_are_not_finite_are_counted(
+    folder: Path, dtype: torch.dtype, values: list[float], count: int
+) -> None:
+    rewrite(folder, lambda tensors: tensors.update({NORM: torch.tensor(values, dtype=dtype)}))
+    assert count_non_finite(read_vision_tensors(folder, K3)[NORM]) == count
+
+
 def test_text_shard_may_be_absent_or_garbage(folder: Path) -> None:
     (folder / TEXT_SHARD).write_bytes(b"garbage")
     check(folder)
@@ -191,13 +261,16 @@ def test_files_without_vision_tensors_are_never_opened(folder: Path, monkeypatch
     assert TEXT_SHARD not in opened
 
 
-def test_index_may_not_leave_the_folder(folder: Path) -> None:
-    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {WQKV: "../other.safetensors"}}))
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/hostname", "..", ".", "", "a\x1b", "a\ud800", "a\0"])
+def test_index_may_not_leave_the_folder(folder: Path, name: str) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {WQKV: name}}))
     with pytest.raises(CheckpointError, match="not a file of its folder"):
         read_vision_tensors(folder, K3)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": [1]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": null}}', '{"weight_map":' + "[" * 200_000]
+)
 def test_malformed_index_is_refused(folder: Path, content: str) -> None:
     (folder / INDEX_NAME).write_text(content)
     with pytest.raises(CheckpointError, match="no readable weight_map"):

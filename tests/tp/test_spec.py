@@ -1,5 +1,7 @@
 import copy
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +154,7 @@ def test_limits_of_frames_may_be_absent_but_not_wrong(key: str) -> None:
         "init_pos_emb_height",
     ],
 )
-@pytest.mark.parametrize("value", [None, "64", 0, -1, 1.5, True])
+@pytest.mark.parametrize("value", [None, "64", 0, -1, 1.5, True, 2**31, float("inf")])
 def test_a_wrong_number_is_named(key: str, value: object) -> None:
     message = refused(lambda config, _: config["vision_config"].update({key: value}))
     assert message.startswith("config.json: vision_config")
@@ -184,6 +186,13 @@ def test_a_missing_key_is_named() -> None:
         ("attn_bias", True),
         ("linear_bias", "no"),
         ("projector_ln_eps", float("nan")),
+        ("projector_ln_eps", float("1e999")),
+        ("projector_ln_eps", 10**400),
+        ("vt_num_hidden_layers", 1025),
+        ("vt_num_attention_heads", 10**9),
+        ("init_pos_emb_time", 17),
+        ("patch_size", 1),
+        ("patch_size", 33),
     ],
 )
 def test_a_tower_that_we_do_not_have_is_refused_by_key(key: str, value: object) -> None:
@@ -195,6 +204,14 @@ def test_a_tower_that_we_do_not_have_is_refused_by_key(key: str, value: object) 
     [
         ("image_std", [0.5, 0.0, 0.5]),
         ("image_mean", [0.5, 0.5]),
+        ("image_mean", [0.5, 0.5, float("nan")]),
+        ("image_mean", [0.5, 0.5, 10**400]),
+        ("image_std", [0.5, 0.5, float("inf")]),
+        ("in_patch_limit", 10**12),
+        ("in_patch_limit", 3),
+        ("in_patch_limit_video", 63),
+        ("patch_limit_on_one_side", 3),
+        ("patch_limit_on_one_side", 513),
         ("merge_kernel_size", 3),
         ("fixed_output_tokens", 64),
         ("patch_size", 16),
@@ -241,6 +258,48 @@ def test_text_hidden_size_may_be_in_either_place_but_not_in_none() -> None:
 
 def test_dtype_we_do_not_compute_in_is_refused() -> None:
     assert "dtype 'int8'" in refused(lambda config, _: config.update(dtype="int8"))
+
+
+@pytest.mark.parametrize("value", ["x" * 257, "kimi\x1b[31m", "kimi\ud800", 3, None])
+def test_a_name_is_short_and_can_be_printed(value: object) -> None:
+    message = refused(lambda config, _: config.update(model_type=value))
+    assert "model_type must be a short printable string" in message
+    assert message.isprintable() and len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("vt_num_hidden_layers", "9" * 10_000), ("vt_hidden_size", [[[["deep"] * 99] * 99] * 99] * 99)]
+)
+def test_a_long_value_is_cut_short_in_the_message(name: str, value: object) -> None:
+    assert len(refused(lambda config, _: config["vision_config"].update({name: value}))) < 500
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_a_file_that_cannot_be_read_is_named_at_once(tmp_path: Path, name: str) -> None:
+    """A pipe would never end, and neither would what /dev/zero holds."""
+    folder = Path(shutil.copytree(GOLDEN / "tiny-k3-f32", tmp_path / "model"))
+    damages: list[tuple[Callable[[Path], object], str]] = [
+        (os.mkfifo, "is not a regular file"),
+        (Path.mkdir, "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
+        (lambda path: path.symlink_to("/nowhere"), "does not exist"),
+        (lambda path: path.write_text('{"a":' + "[" * 200_000), "cannot be read: maximum recursion depth"),
+        (lambda path: path.write_text("9" * 5000), "cannot be read: Exceeds the limit"),
+        (lambda path: path.write_bytes(b'{"\xff": 1}'), "cannot be read: 'utf-8' codec"),
+        (lambda path: (path.touch(), os.truncate(path, 10**9)), "has 1,000,000,000 bytes, more than the"),
+    ]
+    for damage, words in damages:
+        (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
+        damage(folder / name)
+        with pytest.raises(SpecError, match=words) as caught:
+            read_spec(folder)
+        assert name in str(caught.value)
+
+
+def test_what_no_screen_should_get_is_escaped(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"a\\x1b\[31m\\udc80é") as caught:
+        read_spec(tmp_path / "a\x1b[31m\udc80é")
+    assert str(caught.value).isprintable()
 
 
 def test_files_at_fault_are_named(tmp_path: Path) -> None:
