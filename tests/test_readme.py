@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from make_photograph import PHOTOGRAPH
@@ -30,7 +30,9 @@ def settings_table() -> str:
         section, key = name.split(".")
         default = defaults[section][key]
         shown = ",".join(map(str, default)) if isinstance(default, list) else default
-        lines.append(f"| `{name}` | {'' if shown in (None, '') else f'`{shown}`'} | {field.description} |")
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        what = field.description + (f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else "")
+        lines.append(f"| `{name}` | {'' if shown in (None, '') else f'`{shown}`'} | {what} |")
     return "\n".join(lines) + "\n"
 
 

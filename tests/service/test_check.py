@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Here
 from PIL import Image
 from rich.console import Console
 from running import COMMAND, GOLDEN, ROOT
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from service import check
 from service.check import Checked, Encoding, check_model, check_picture
 from service.reference import read_reference, write_reference
+from tp.checkpoint import INDEX_NAME
 from tp.settings import Settings, load_settings
 
 PICTURE_SHA256 = "e7ba8c78721df45069217c5a50b2be1e8cc6dfb5ebd81f53a5df4d69f7435b4c"  # of its pixels
@@ -78,6 +80,7 @@ def test_the_tiny_checkpoints_pass_over_one_rank_and_two(ended: dict[str, tuple[
         assert {finding["status"] for finding in found.values()} == {"ok"}
         assert found["world size"]["values"] == {"world_size": world_size, "legal": [1, 2, 3, 4, 6, 12]}
         assert found["tensors"]["values"]["bytes"] > 0
+        assert found["weights"]["text"] == "all finite"
         assert len(found["tensors"]["values"]["fingerprint"]) == 64
         assert found["memory plan"]["values"]["world_size"] == world_size
         assert found[f"encode over {world_size}"]["values"]["shape"][0] == 108
@@ -213,10 +216,71 @@ def test_a_reference_that_cannot_be_written_fails(found: Any, tmp_path: Path) ->
     assert "cannot be written" in findings["reference"].text
 
 
-def test_a_reference_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
-    ended = tpvision_check(str(GOLDEN / "tiny-k3-f32"), "--against", str(tmp_path / "nothing"))
-    assert ended.code == 2
+def test_a_reference_that_cannot_be_read_is_a_usage_error(here: Here, tmp_path: Path) -> None:
+    ended = here("check", str(GOLDEN / "tiny-k3-f32"), "--against", str(tmp_path / "nothing"))
+    assert ended.returncode == 2
     assert "cannot be read as a reference" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((str(GOLDEN / "tiny-k3-f32"), "--against", "/nowhere/nope"), "cannot be read as a reference"),
+        ((str(GOLDEN / "tiny-k3-f32"), "--config", "/nowhere/nope"), "/nowhere/nope cannot be read"),
+        ((str(GOLDEN / "tiny-k3-f32"), "--tp", "0"), "parallel.tensor (flag --tp): Input should be greater than"),
+        (("/nowhere/model",), "there is no folder /nowhere/model"),
+    ],
+)
+def test_wrong_usage_is_json_too_where_that_is_asked_for(here: Here, arguments: tuple[str, ...], words: str) -> None:
+    ended = here("check", "--json", *arguments, FORCE_COLOR="1")
+    assert ended.returncode == 2
+    assert words in json.loads(ended.stdout)["error"]
+    assert words in ended.stderr.splitlines()[-1]
+
+
+def strict(text: str) -> Any:
+    """JSON that any program reads: Python's own also takes NaN and Infinity."""
+
+    def refuse(name: str) -> None:
+        pytest.fail(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS * np.float32(0), TOKENS * np.float32("nan"), TOKENS * np.float32("inf")])
+def test_the_json_is_json_whatever_the_ranks_answer(
+    here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokens: Any
+) -> None:
+    async def encode(settings: Settings, spec: Any) -> Encoding:
+        return Encoding(tokens, 0.1, [{**RANK}] * settings.parallel.tensor)
+
+    monkeypatch.setattr(check, "_encode", encode)
+    arguments = ("check", str(GOLDEN / "tiny-k3-f32"), "--tp", "2", "--json", "--write-reference", str(tmp_path / "r"))
+    ended = here(*arguments, FORCE_COLOR="1")
+    assert strict(ended.stdout)["passed"] == bool(np.isfinite(tokens).all())
+
+
+def test_a_name_that_cannot_be_printed_is_printed(here: Here, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "tiny-k3-f32", tmp_path / "m\udc80\x1b"))
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"vision_tower.a": "a\ud800"}}))
+    for arguments in ((), ("--json",)):
+        ended = here("check", str(folder), *arguments)
+        assert ended.returncode == 1
+        assert "which is not a file of its folder" in ended.stdout.replace("\n", " ")
+        assert "\x1b" not in ended.stdout
+
+
+def test_weights_that_are_not_finite_are_named(found: Any, tmp_path: Path) -> None:
+    folder = copy_of("tiny-k3-bf16", tmp_path)
+    shard = folder / "model-00004-of-000004.safetensors"
+    tensors = load_file(shard)
+    name = next(name for name in sorted(tensors) if name.startswith("vision_tower.") and tensors[name].ndim == 2)
+    tensors[name][7, :3] = float("nan")
+    save_file(tensors, shard)
+    findings = found(folder)
+    assert failed(findings) == ["weights"]
+    assert findings["weights"].text == f"NaN or infinite values in 1 tensor(s), such as {name} with 3"
+    assert findings["weights"].values == {"non_finite": {name: 3}}
 
 
 def test_nothing_found_is_read_as_markup() -> None:

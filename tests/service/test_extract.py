@@ -1,4 +1,6 @@
 import json
+import os
+import resource
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -107,6 +109,25 @@ def test_other_weights_are_not_replaced(tmp_path: Path) -> None:
         extract(GOLDEN / "tiny-k3-f32", tmp_path / "out")
 
 
+def change_in_the_middle(folder: Path) -> None:
+    """NaN where no fingerprint looks: it reads 4 KiB at each end of a tensor."""
+    spec = read_spec(folder)
+    entry = read_vision_tensors(folder, spec)["vision_tower.encoder.blocks.0.wqkv.weight"]
+    content = bytearray(entry.file.read_bytes())
+    content[entry.start + 8000 : entry.start + 8002] = b"\xc0\x7f"
+    entry.file.write_bytes(content)
+
+
+def test_weights_that_differ_in_the_middle_are_not_replaced(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(MODEL, tmp_path / "source"))
+    change_in_the_middle(source)
+    broken = extract(source, tmp_path / "out")
+    assert broken.provenance.fingerprint == extract(MODEL, tmp_path / "good").provenance.fingerprint
+    with pytest.raises(ExtractError, match=r"out holds weights [0-9a-f]{12}, which is not what .*tiny-k3-bf16 holds"):
+        extract(MODEL, tmp_path / "out")
+    assert not extract(source, tmp_path / "out").is_new
+
+
 def test_another_configuration_is_not_replaced(tmp_path: Path) -> None:
     source = Path(shutil.copytree(MODEL, tmp_path / "source"))
     extract(source, tmp_path / "out")
@@ -151,6 +172,38 @@ def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ExtractError, match=r"the weights written have fingerprint \w+, those read \w+"):
         extract(MODEL, tmp_path / "out")
     assert names(tmp_path / "out") == []
+
+
+def test_a_byte_that_the_disk_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.pwrite(descriptor, b"?", os.fstat(descriptor).st_size // 2))
+    with pytest.raises(ExtractError, match=r"what was read back in .* is not what was written"):
+        extract(MODEL, tmp_path / "out")
+    assert names(tmp_path / "out") == []
+
+
+def test_a_disk_that_fails_is_named_with_the_step(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ExtractError, match=r"writing .*out: File too large"):
+            extract(MODEL, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(ExtractError, match=r"writing /proc/no/such: /proc/no: No such file"):
+        extract(MODEL, Path("/proc/no/such"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ExtractError, match="link is not a folder"):
+        extract(MODEL, tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [os.mkfifo, lambda path: path.write_text("[" * 200_000), lambda path: path.write_text('{"source_files": [1]}')],
+)
+def test_a_provenance_that_cannot_be_read_is_named(tmp_path: Path, damage: Any) -> None:
+    damage(tmp_path / PROVENANCE_NAME)
+    with pytest.raises(ExtractError, match=f"{PROVENANCE_NAME} is not readable"):
+        extract(MODEL, tmp_path)
 
 
 def test_a_source_that_is_not_whole_writes_nothing(tmp_path: Path) -> None:

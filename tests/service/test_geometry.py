@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from service.bounds import largest_chunk, largest_patch_count, largest_picture, largest_square
 from service.errors import ImageTooLarge, InvalidRequest, TooManyPatches
 from service.geometry import Fit, Policy, check_image_patches, effective_policy, extent, fit, frame_rule, plan_image
-from tp.spec import PUBLISHED_K3, Grid, ProcessorSpec
+from tp.spec import PUBLISHED_K3, ROPE_SIDE, Grid, ProcessorSpec
 
 
 def _rule(patch_limit: int, side_limit: int = 512, *, rule: str = "navit") -> ProcessorSpec:
@@ -249,7 +249,7 @@ def test_a_chunk_over_the_tier_is_refused_with_the_size_that_downscale_gives() -
     plan = plan_image(896, 896, K25_VIDEO, (1024, 8192), "downscale", num_frames=4)
     assert caught.value.numbers == {"patches": 16384, "limit": 8192, "downscaled_size": list(plan.encoded_size)}
     assert caught.value.message == (
-        "the frames of the chunk together have 16384 patches, the limit is 8192; 630 x 630 pixels each would fit"
+        "the frames of the chunk together have 16384 patches, the limit is 8192; 616 x 616 pixels each would fit"
     )
     assert plan.encoded_size == extent(896, 896, K25_VIDEO, 2048).size
     assert (plan.tier, plan.downscaled) == (8192, True)
@@ -262,6 +262,19 @@ def test_a_tier_too_small_for_one_token_a_frame_has_no_size_to_offer(policy: Pol
         plan_image(28, 28, K25_VIDEO, (8,), policy, num_frames=4)
     assert caught.value.numbers == {"patches": 16, "limit": 8}
     assert "the frames of the chunk together have 16 patches" in caught.value.message
+
+
+@pytest.mark.parametrize("patch_size", [4, 32])
+@pytest.mark.parametrize("patch_limit", [4, 2**31 - 1])
+@pytest.mark.parametrize("side_limit", [4, ROPE_SIDE])
+@pytest.mark.parametrize("rule", [K3, KIMI_VL])
+def test_every_rule_that_a_checkpoint_may_have_has_a_largest_count(
+    rule: ProcessorSpec, patch_size: int, patch_limit: int, side_limit: int
+) -> None:
+    """The bounds of `tp.spec`: nothing within them takes long or overflows."""
+    rule = replace(rule, patch_size=patch_size, patch_limit=patch_limit, side_limit=side_limit)
+    patches, width, height = largest_patch_count(rule)
+    assert fit(width, height, rule).patches == patches <= side_limit**2
 
 
 def test_the_largest_chunk_is_over_the_largest_image() -> None:

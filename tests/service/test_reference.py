@@ -1,4 +1,6 @@
-from dataclasses import replace
+import math
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,31 @@ def test_files_that_are_no_reference(tmp_path: Path) -> None:
     save_file({"other": TOKENS}, path, {"format": "tpvision reference 1"})
     with pytest.raises(ReferenceFileError, match="cannot be read"):
         read_reference(path)
+
+
+def test_a_pipe_is_no_reference(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ReferenceFileError, match="is not a regular file"):
+        read_reference(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(TOKENS, "weird"), (TOKENS.astype(np.float16), "float16"), (TOKENS[0], "float32")]
+)
+def test_a_reference_holds_what_it_should(tmp_path: Path, tokens: np.ndarray, dtype: str) -> None:
+    path = tmp_path / "reference"
+    metadata = {"format": "tpvision reference 1", **asdict(ORIGIN), "dtype": dtype}
+    save_file({"embeddings": np.ascontiguousarray(tokens)}, path, metadata)
+    with pytest.raises(ReferenceFileError, match=f"cannot be read as a reference: {dtype} tokens stored as"):
+        read_reference(path)
+
+
+def test_distance_of_zeros_and_of_what_is_not_finite() -> None:
+    zeros, broken = np.zeros_like(TOKENS), TOKENS * np.float32(np.inf)
+    assert distance(zeros, zeros, "float32").relative == 0.0
+    assert distance(TOKENS, zeros, "float32").relative == math.inf
+    assert not distance(TOKENS, zeros, "float32").is_within
+    assert not distance(broken, broken, "float32").is_within
 
 
 def test_distance_is_relative_and_the_widest_tolerance_counts() -> None:

@@ -94,6 +94,10 @@ def overlap(folder: Path) -> None:
     (folder / TOWER).write_bytes(content[:8] + changed + content[8 + length :])
 
 
+def more(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"?")
+
+
 def pointers(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -153,7 +157,7 @@ BROKEN = [
     Broken("shard missing", lambda f: remove(f, TOWER), (f"{TOWER} is missing",)),
     Broken("shard cut short", lambda f: cut(f / TOWER, 100), (f"{TOWER} is truncated", "ends at byte", "the file has")),
     Broken("shard without its data", lambda f: (f / TOWER).write_bytes(bytes([64] + [0] * 31)), (TOWER, "32 bytes")),
-    Broken("shard and more", lambda f: (f / TOWER).open("ab").write(b"?"), (TOWER, "file not fully covered")),
+    Broken("shard and more", lambda f: more(f / TOWER), (TOWER, "file not fully covered")),
     Broken("a tensor on another", overlap, (TOWER, "invalid offset for tensor")),
     Broken("shard is a pipe", lambda f: ((f / TOWER).unlink(), os.mkfifo(f / TOWER)), (TOWER, "not a regular file")),
     Broken("shard empty", lambda f: (f / TOWER).write_bytes(b""), (TOWER, "0 bytes")),
