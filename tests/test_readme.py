@@ -31,7 +31,7 @@ def settings_table() -> str:
         default = defaults[section][key]
         shown = ",".join(map(str, default)) if isinstance(default, list) else default
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-        what = field.description + (f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else "")
+        what = field.description + (f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices[1:] else "")
         lines.append(f"| `{name}` | {'' if shown in (None, '') else f'`{shown}`'} | {what} |")
     return "\n".join(lines) + "\n"
 
