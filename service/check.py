@@ -230,7 +230,7 @@ class _Check:
         self._add("/dev/shm", "ok", f"{free:,} bytes free ({use})", {"free_bytes": free})
         if encoding is not None:
             kernels = sorted({str(rank["attention"]) for rank in encoding.ranks})
-            lean = all(kernel.startswith("flash") for kernel in kernels)
+            lean = encoding.device == "cpu" or all(kernel.startswith("flash") for kernel in kernels)
             text = f"{'; '.join(kernels)} ({encoding.device})"
             self._add("attention", "ok" if lean else "note", text, {"kernels": kernels, "device": encoding.device})
 

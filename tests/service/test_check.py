@@ -84,7 +84,7 @@ def test_the_tiny_checkpoints_pass_over_one_rank_and_two(ended: dict[str, tuple[
         assert len(found["tensors"]["values"]["fingerprint"]) == 64
         assert found["memory plan"]["values"]["world_size"] == world_size
         assert found[f"encode over {world_size}"]["values"]["shape"][0] == 108
-        assert "flash attention on CPU" in found["attention"]["text"]
+        assert found["attention"]["text"].endswith("(cpu)")
         assert found["memory"]["values"]["available_bytes"] > found["memory"]["values"]["planned_bytes"] > 0
         assert found["/dev/shm"]["values"]["free_bytes"] >= 0
     tolerance = 3e-2 if model.endswith("bf16") else 1e-5
@@ -188,6 +188,22 @@ def test_tokens_that_are_not_finite_fail(found: Any) -> None:
     findings = found(GOLDEN / "tiny-k3-f32", tokens=np.array([[1, np.nan]], np.float32))
     assert failed(findings) == ["encode over 1"]
     assert "NaN" in findings["encode over 1"].text
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "status"),
+    [
+        ("cuda:0", "flash attention, packed images in one call", "ok"),
+        ("cuda:0", "memory-efficient attention, one image at a time", "note"),
+        ("cpu", "oneDNN products over runs of queries, one image and head at a time", "ok"),
+    ],
+)
+def test_a_gpu_without_flash_attention_is_noted(
+    found: Any, monkeypatch: pytest.MonkeyPatch, device: str, kernel: str, status: str
+) -> None:
+    monkeypatch.setitem(RANK, "device", device)
+    monkeypatch.setitem(RANK, "attention", kernel)
+    assert found(GOLDEN / "tiny-k3-f32")["attention"].status == status
 
 
 def test_memory_that_is_short_fails(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
