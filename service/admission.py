@@ -146,7 +146,7 @@ class Admission:
         self.queued_cost = 0.0  # admitted and not yet answered
         self._num_admitted = 0
         self.bytes_in_flight = 0  # bodies being read, answers not yet sent
-        self._limits = limits
+        self.limits = limits  # may be changed; what is granted stays granted
         self._clock = clock
         self._drained = Rate()  # answered work over the time in which there was any
         self._encoded = Rate()  # batches over the time that they took on the workers
@@ -165,8 +165,8 @@ class Admission:
                 numbers={"patches": total, "limit": self.allocator.num_patches},
             )
         self._note_offer(cost)
-        if self.expected_wait_s() > self._limits.max_queue_s:
-            raise self._overloaded(f"the queue is longer than {self._limits.max_queue_s:g} s", cost)
+        if self.expected_wait_s() > self.limits.max_queue_s:
+            raise self._overloaded(f"the queue is longer than {self.limits.max_queue_s:g} s", cost)
         runs = self.allocator.allocate(sizes)
         if runs is None:
             raise self._overloaded(f"{total} patches do not fit beside what is in flight", cost)
@@ -185,7 +185,7 @@ class Admission:
 
     def check_bytes(self, num_bytes: int) -> None:
         """Raise Overloaded if that many more bytes do not fit."""
-        if self.bytes_in_flight + num_bytes > self._limits.max_inflight_bytes:
+        if self.bytes_in_flight + num_bytes > self.limits.max_inflight_bytes:
             raise self._overloaded(f"{self.bytes_in_flight} bytes of bodies and answers are in flight", 0.0)
 
     def note_batch(self, cost: float, seconds: float) -> None:

@@ -60,7 +60,7 @@ def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAP
         redirect_slashes=False,
     )
     app.state.engine = engine
-    app.state.keys = None if settings.server.api_keys_file is None else KeyRing.read(settings.server.api_keys_file)
+    set_keys(app, read_keys(settings))
     app.state.fetcher = Fetcher(settings.urls) if settings.urls.fetch == "on" else None
     app.state.started_at = time.time()
     app.include_router(router)
@@ -77,6 +77,17 @@ def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAP
     app.add_middleware(RequestScope, reporter=reporter)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+def read_keys(settings: Settings) -> KeyRing | None:
+    """The keys that /v1/* needs; None where it needs none. Raises KeysError."""
+    return None if settings.server.api_keys_file is None else KeyRing.read(settings.server.api_keys_file)
+
+
+def set_keys(app: FastAPI, keys: KeyRing | None) -> None:
+    """Let these be the keys in force."""
+    app.state.keys = keys
+    app.openapi_schema = None  # it says whether keys are needed
 
 
 class RequestScope:

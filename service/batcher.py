@@ -74,6 +74,11 @@ class PackedBatch:
     entries: Sequence[Entry]
 
     @property
+    def num_patches(self) -> int:
+        """Rows of the whole batch."""
+        return sum(entry.plan.patches for entry in self.entries)
+
+    @property
     def costs(self) -> list[float]:
         """Patch equivalents of each image."""
         return [entry.cost for entry in self.entries]
@@ -101,7 +106,8 @@ class Batcher:
     """The one queue in front of all groups."""
 
     def __init__(self, max_patches: int) -> None:
-        self._max_patches = max_patches
+        """`max_patches` may be changed; an entry that was admitted under a larger one then runs alone."""
+        self.max_patches = max_patches
         self._queue: collections.deque[Entry] = collections.deque()
         self._has_entries = asyncio.Event()
         self._next_id = 0
@@ -121,13 +127,13 @@ class Batcher:
     def take(self) -> PackedBatch | None:
         """The next batch, its rows held until `settle` or `give_back`; None if nothing wanted is waiting."""
         taken: list[Entry] = []
-        room = self._max_patches
+        room = self.max_patches
         while self._queue and len(taken) < wire.MAX_IMAGES_PER_BATCH:
             entry = self._queue[0]
             if not entry.is_wanted:
                 self._queue.popleft()
                 continue
-            if entry.plan.patches > room or (taken and (entry.num_losses or taken[0].num_losses)):
+            if taken and (entry.plan.patches > room or entry.num_losses or taken[0].num_losses):
                 break
             taken.append(self._queue.popleft())
             room -= entry.plan.patches

@@ -28,6 +28,8 @@ from service.body import Body
 from service.decoders import DecoderStartError
 from service.engine import EncodeOptions, Engine
 from service.errors import ServiceError
+from service.host_memory import available
+from service.memory_check import fit_host
 from service.plan import CapacityPlan, plan_capacity
 from service.record import RequestRecord
 from service.reference import Origin, ReferenceFileError, Tokens, distance, read_reference, write_reference
@@ -42,8 +44,9 @@ from tp.checkpoint import (
     fingerprint,
     read_vision_tensors,
 )
+from tp.memory import MemoryShortError
 from tp.settings import Settings, SettingsError
-from tp.slab import SlabError, available_bytes
+from tp.slab import SlabError
 from tp.spec import EncoderSpec, SpecError, check_world_size, model_note, read_spec
 
 Status = Literal["ok", "note", "failed"]
@@ -59,7 +62,7 @@ class CheckError(RuntimeError):
 
 _FAILURES = (
     *(SpecError, SettingsError, CheckpointError, SlabError, DecoderStartError),
-    *(CheckError, ReferenceFileError, OSError),
+    *(CheckError, MemoryShortError, ReferenceFileError, OSError),
 )
 
 
@@ -162,7 +165,7 @@ class _Check:
         self._spec: EncoderSpec | None = None
         self._plan: CapacityPlan | None = None
         self._fingerprint: str | None = None
-        self._available_bytes = available_bytes()  # before anything is started
+        self._room = available()  # before anything is started
         self._encodings: dict[int, Encoding] = {}
 
     @property
@@ -303,13 +306,12 @@ class _Check:
         self._add(name, "ok" if far.is_within else "failed", text + suffix, asdict(far))
 
     def _judge_memory(self, plan: CapacityPlan, encoding: Encoding | None) -> None:
-        per_rank = plan.weights_bytes + plan.scratch_bytes
+        assert self._spec is not None, "it was planned"
         on_cpu = self._settings.parallel.device == "cpu" or (encoding is not None and encoding.device == "cpu")
-        needed = plan.slab_bytes + (plan.groups * plan.world_size * per_rank if on_cpu else 0)
-        enough = needed <= self._available_bytes
-        text = f"{self._available_bytes:,} bytes available, {needed:,} planned for all ranks and the slab"
-        values = {"available_bytes": self._available_bytes, "planned_bytes": needed}
-        self._add("memory", "ok" if enough else "failed", text, values)
+        fit = fit_host(self._spec, self._settings, available_bytes=self._room.num_bytes, on_cpu=on_cpu)
+        text = f"{fit.available_bytes:,} bytes available ({self._room.bound}), {fit.needed_bytes:,} needed"
+        values = {"available_bytes": fit.available_bytes, "planned_bytes": fit.needed_bytes}
+        self._add("memory", "failed" if fit.missing_bytes else "ok", text, values)
         for rank in encoding.ranks if encoding is not None else ():
             free = rank["device_free_bytes"]
             if free is not None:  # weights are in it already
@@ -358,7 +360,7 @@ async def _encode(settings: Settings, spec: EncoderSpec) -> Encoding:
         started = time.monotonic()
         with Body() as body:
             body.write(check_picture())
-            options = EncodeOptions(policy="downscale", tokens=TokenOptions("float32"))
+            options = EncodeOptions(settings, policy="downscale", tokens=TokenOptions("float32"))
             encoded = await engine.encode([body.image], options, RequestRecord())
         ranks = engine.describe_capacity()["ranks"]
         return Encoding(encoded.embeddings.values, time.monotonic() - started, ranks)

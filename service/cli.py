@@ -25,6 +25,7 @@ from service.demo import run_demo
 from service.demo_model import DemoModelError
 from service.extract import ExtractError, Slim, extract
 from service.file_progress import shown
+from service.host_memory import available
 from service.keys import KeysError
 from service.logs import start_logging
 from service.plan import plan_capacity, render
@@ -33,6 +34,7 @@ from service.server import ServeError, serve
 from service.transport import ControlSocketError
 from service.worker_host import host_workers
 from tp.checkpoint import CheckpointError, check_dtype, check_tensors, read_vision_tensors
+from tp.memory import MemoryShortError
 from tp.settings import LoadedSettings, Settings, SettingsError, known_names, load_settings, near_misses
 from tp.slab import SlabError
 from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, model_note, read_spec
@@ -60,6 +62,7 @@ _USER_ERRORS = (
     SpecError,
     CheckpointError,
     SlabError,
+    MemoryShortError,
     ServeError,
     ControlSocketError,
     KeysError,
@@ -98,7 +101,13 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if settings.parallel.workers == "managed":  # else the weights may be in the workers' container alone
         _need_torch()
         check_weights(settings, spec)
-    return _run(serve(settings, spec))
+
+    def read_again() -> Settings:
+        wanted = _load(arguments).settings
+        read_checked_spec(wanted)
+        return wanted
+
+    return _run(serve(settings, spec, read_again=read_again))
 
 
 def run_worker(arguments: argparse.Namespace) -> int:
@@ -107,8 +116,9 @@ def run_worker(arguments: argparse.Namespace) -> int:
     start_logging(settings)
     _need_temporary_folder()
     _need_torch()
-    check_weights(settings, read_checked_spec(settings))
-    return _run(host_workers(settings, arguments.group))
+    spec = read_checked_spec(settings)
+    check_weights(settings, spec)
+    return _run(host_workers(settings, spec, arguments.group))
 
 
 def run_demo_command(arguments: argparse.Namespace) -> int:
@@ -181,12 +191,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     else:
         spec = PUBLISHED_K3
         print(f"{path or 'no model'} is not there: planned for published Kimi K3", file=sys.stderr)  # noqa: T201
-    plan = plan_capacity(spec, settings, threads=settings.rank_threads(len(os.sched_getaffinity(0))))
+    plan = plan_capacity(spec, settings, num_cores=len(os.sched_getaffinity(0)))
     if arguments.json:
         _print_json(plan.as_dict())
     else:
         width = max(_PLAN_COLUMNS, Console().width)  # a number cut short is worse than a wrap
-        Console(width=width).print(render(plan))
+        room = available()
+        Console(width=width).print(render(plan), f"There are {room.num_bytes:,} bytes here now: {room.bound}.")
     return 0
 
 

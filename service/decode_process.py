@@ -58,8 +58,6 @@ class Start:
     layout: SlabLayout
     orientation: Orientation
     gray16: Gray16
-    max_pixels: int
-    max_memory_bytes: int  # private memory; shared mappings like the slab do not count
     kind: Literal["start"] = "start"
 
 
@@ -69,6 +67,8 @@ class HeaderTask:
 
     offset: int
     length: int
+    max_pixels: int
+    max_memory_bytes: int  # private memory, as in every task; shared mappings like the slab do not count
     kind: Literal["header"] = "header"
 
 
@@ -81,6 +81,7 @@ class WriteTask:
     plan: ImagePlan
     run: Run
     frame: int
+    max_memory_bytes: int
     kind: Literal["write"] = "write"
 
 
@@ -93,6 +94,7 @@ class UnpackTask:
     max_images: int
     max_frames: int
     allow_urls: bool
+    max_memory_bytes: int
     kind: Literal["unpack"] = "unpack"
 
 
@@ -126,6 +128,7 @@ def main() -> int:
     _be_expendable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C and a container's stop reach the whole group; the front-end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drains first, and then closes the socket
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # likewise: the front-end reads its settings again
     warnings.simplefilter("ignore")  # Pillow warns about what clients send
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     # A copy: the descriptor that we came with stays open until the kernel closes it, so that its end-of-file tells the
@@ -133,7 +136,6 @@ def main() -> int:
     with socket.socket(fileno=os.dup(socket_fd)) as front_end:
         message, _ = receive(front_end)
         start = _START.validate_json(message)
-        resource.setrlimit(resource.RLIMIT_DATA, (start.max_memory_bytes, start.max_memory_bytes))
         decoder = Decoder(start, Slab.map(slab_fd, start.layout))
         reply = _done(None)
         while True:
@@ -157,6 +159,7 @@ class Decoder:
 
     def run(self, task: Task, fds: list[int]) -> Result:
         """The result of a task. Raises ServiceError for what is wrong with the client's bytes."""
+        _bound_memory(task.max_memory_bytes)
         if isinstance(task, HeaderTask):
             return self._read_header(task, *fds)
         if isinstance(task, WriteTask):
@@ -165,7 +168,7 @@ class Decoder:
 
     def _read_header(self, task: HeaderTask, fd: int) -> ImageHeader:
         data = _read(fd, task.offset, task.length)
-        return read_header(data, orientation=self._start.orientation, max_pixels=self._start.max_pixels)
+        return read_header(data, orientation=self._start.orientation, max_pixels=task.max_pixels)
 
     def _write_patches(self, task: WriteTask, fd: int) -> Written:
         decoded_at = 0.0
@@ -240,6 +243,13 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     if len(data) != length:
         raise InternalError(f"a memory file has {len(data)} of {length} bytes")
     return data
+
+
+def _bound_memory(num_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard), hard)
+    )
 
 
 def _be_expendable() -> None:

@@ -35,7 +35,7 @@ from service.errors import (
 from service.geometry import ImagePlan
 from service.header import ImageHeader
 from service.unpack import Route
-from tp.settings import Settings
+from tp.settings import LimitSettings, Settings
 from tp.slab import Run, Slab
 from tp.spec import ProcessorSpec
 
@@ -103,8 +103,7 @@ class DecoderPool:
     """
 
     def __init__(self, processor: ProcessorSpec, settings: Settings, slab: Slab) -> None:
-        self._num_processes = settings.image.decode_processes or max(2, len(os.sched_getaffinity(0)))
-        self._limits = settings.limits
+        self._num_processes = settings.num_decode_processes(len(os.sched_getaffinity(0)))
         self._allow_urls = settings.urls.fetch == "on"
         self._slab = slab
         self._start = child.Start(
@@ -112,8 +111,6 @@ class DecoderPool:
             slab.layout,
             orientation=settings.image.orientation,
             gray16=settings.image.gray16,
-            max_pixels=settings.limits.max_image_pixels,
-            max_memory_bytes=_max_memory_bytes(settings),
         )
         self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()  # None: stopped
         self._processes: set[_Process] = set()
@@ -148,48 +145,56 @@ class DecoderPool:
         )
         self._processes.clear()
 
-    async def read_header(self, image: ImageBytes) -> ImageHeader:
-        """The header of an image file.
+    async def read_header(self, image: ImageBytes, limits: LimitSettings) -> ImageHeader:
+        """The header of an image file. `limits` are those of the request, here as in the other calls.
 
         Raises UnsupportedImage, UndecodableImage, ImageTooLarge, DecodeTimeout, or NotReady while stopping.
         """
-        return _HEADER.validate_python(await self._decode(child.HeaderTask(image.offset, image.length), image.fd))
+        task = child.HeaderTask(image.offset, image.length, limits.max_image_pixels, _max_memory_bytes(limits))
+        return _HEADER.validate_python(await self._decode(task, image.fd, limits))
 
-    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0) -> child.Written:
+    async def write_patches(
+        self, image: ImageBytes, plan: ImagePlan, run: Run, limits: LimitSettings, frame: int = 0
+    ) -> child.Written:
         """Decode an image file into the run's pixel rows, or those of one frame. Raises what `read_header` does."""
-        task = child.WriteTask(image.offset, image.length, plan, run, frame)
-        return _WRITTEN.validate_python(await self._decode(task, image.fd))
+        task = child.WriteTask(image.offset, image.length, plan, run, frame, _max_memory_bytes(limits))
+        return _WRITTEN.validate_python(await self._decode(task, image.fd, limits))
 
-    async def unpack(self, body: Body, route: Route, *, max_frames: int = 1) -> "UnpackedBody":
+    async def unpack(self, body: Body, route: Route, limits: LimitSettings, *, max_frames: int = 1) -> "UnpackedBody":
         """The images of a JSON body, which stays the caller's to close, like the result.
 
         `max_frames` is what a video chunk of the model may have; 1: it takes none. Raises InvalidRequest,
         TooManyImages, TooManyFrames, DecodeTimeout, or NotReady while stopping.
         """
         task = child.UnpackTask(
-            route, body.num_bytes, self._limits.max_images_per_request, max_frames, self._allow_urls
+            route,
+            body.num_bytes,
+            limits.max_images_per_request,
+            max_frames,
+            self._allow_urls,
+            _max_memory_bytes(limits),
         )
         with ExitStack() as undo:
             output = undo.enter_context(Body())
             try:
-                unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd]))
+                unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd], limits))
             except _DiedError as error:
                 raise InvalidRequest(f"reading the JSON body ended the process that did it ({error})") from None
             undo.pop_all()
             return UnpackedBody(output, unpacked)
 
-    async def _decode(self, task: child.HeaderTask | child.WriteTask, fd: int) -> Any:
+    async def _decode(self, task: child.HeaderTask | child.WriteTask, fd: int, limits: LimitSettings) -> Any:
         try:
-            return await self._run(task, [fd])
+            return await self._run(task, [fd], limits)
         except _DiedError as error:
             raise UndecodableImage(
                 f"decoding this image ended the process that did it ({error})", numbers=error.numbers
             ) from None
 
-    async def _run(self, task: child.Task, fds: Sequence[int]) -> Any:
+    async def _run(self, task: child.Task, fds: Sequence[int], limits: LimitSettings) -> Any:
         """What the child answers. Raises its ServiceError, DecodeTimeout, NotReady, or _DiedError."""
         process = await self._send(json.dumps(asdict(task)).encode(), fds)
-        timeout_s = self._limits.decode_timeout_s
+        timeout_s = limits.decode_timeout_s
         try:
             reply = await process.receive(timeout_s)
         finally:
@@ -375,7 +380,6 @@ def _result(reply: bytes) -> Any:
     raise cls(error["message"], param=error["param"], numbers=error["numbers"])
 
 
-def _max_memory_bytes(settings: Settings) -> int:
-    limits = settings.limits
+def _max_memory_bytes(limits: LimitSettings) -> int:
     units = max(limits.max_image_pixels, limits.max_body_bytes)
     return _BASE_BYTES + 2 * limits.max_body_bytes + _BYTES_PER_UNIT * units

@@ -23,16 +23,18 @@ from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceEr
 from service.geometry import ImagePlan, plan_image
 from service.groups import GROUP_STATES, WorkerGroups
 from service.header import ImageHeader
+from service.memory_check import check_host
 from service.metrics import Metrics, ServiceState
 from service.modes import ModeChooser
-from service.plan import plan_capacity, sentences
+from service.plan import CapacityPlan, plan_capacity, sentences
 from service.record import RequestRecord
+from service.tier_times import BatchTime, TierTimes
 from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import GroupLost, WorkerGroup
 from service.unpack import Route
 from service.waiting import first_of
 from tp import wire
-from tp.settings import Settings
+from tp.settings import LimitSettings, Settings
 from tp.slab import Slab, SlabLayout
 from tp.spec import ITEMSIZE, EncoderSpec
 
@@ -50,8 +52,9 @@ _HANG_FLOOR_S = 30.0  # but none is called hung before
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """What a request asks for, beyond its images."""
+    """What a request asks for, beyond its images, and the settings that were in force when it came."""
 
+    settings: Settings
     policy: Literal["refuse", "downscale"]
     tokens: TokenOptions
     param: str = "images"  # what error.param calls the list of images
@@ -91,7 +94,8 @@ class Engine:
         on_progress: Callable[[int, int, wire.Progress], None] = lambda group, rank, progress: None,
     ) -> None:
         """`on_progress(group, rank, progress)` is called while ranks read weights."""
-        self.settings = settings
+        self.started_with = settings
+        self.settings = settings  # in force now; see `take_over`
         self.spec = spec
         self.dtype = settings.compute_dtype(spec)
         self.layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[self.dtype])
@@ -102,6 +106,7 @@ class Engine:
         self._on_progress = on_progress
         self._batcher = Batcher(settings.capacity.max_patches_per_image)
         self._modes = ModeChooser(spec, settings.parallel.tensor)
+        self._tier_times = TierTimes(settings.capacity.patch_capacities)
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -142,14 +147,15 @@ class Engine:
         self.check_serving()
         record.policy = options.policy
         entries: list[Entry] = []
+        limit_s = options.settings.limits.request_timeout_s
         task = asyncio.current_task()
         assert task is not None
         with self._active(task):  # from here on it is accepted, and gets exactly one answer
             try:
-                async with asyncio.timeout(self.settings.limits.request_timeout_s):
+                async with asyncio.timeout(limit_s):
                     return await self._encode(images, options, record, entries)
             except TimeoutError:
-                raise self._too_late(entries) from None
+                raise _too_late(entries, limit_s) from None
             except asyncio.CancelledError:
                 if self._is_abandoning:
                     raise NotReady("the service is stopping", retry_after_s=_RETRY_S) from None
@@ -166,7 +172,7 @@ class Engine:
         with self.admission.admit([plan.patches for plan in plans], cost=self._cost(plans)) as permit:
             record.is_admitted = True
             with record.stage("decode"):
-                preprocess_s = await self._write_patches(images, plans, permit, options.param)
+                preprocess_s = await self._write_patches(images, plans, permit, options)
             record.end_with("preprocess", preprocess_s, of="decode")
             entries += self._make_entries(plans, permit)
             self._batcher.submit(entries)
@@ -178,17 +184,23 @@ class Engine:
                 embeddings = await self._read_tokens(plans, permit, options)
         return Encoded(embeddings, plans)
 
-    async def unpack(self, body: Body, route: Route) -> UnpackedBody:
+    async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:
         """The images of a JSON body, read in a decode process; the caller closes the result."""
-        return await self._decoders.unpack(body, route, max_frames=self.spec.pos_emb_time)
+        return await self._decoders.unpack(body, route, limits, max_frames=self.spec.pos_emb_time)
 
     def describe_capacity(self) -> dict[str, Any]:
-        """The plan in force, what each rank really holds, and what is in flight."""
+        """The plan in force, what tiers really take and ranks really hold, and what is in flight."""
         ranks = [
             {"group": group.index, "rank": number, **ready.model_dump()}
             for group in self._groups.ready
             for number, ready in sorted(group.readiness.items())
         ]
+        plan = self.plan.as_dict()
+        for tier in plan["tiers"]:
+            measured = self._tier_times.measured(tier["patches"])
+            tier["measured"] = None if measured is None else asdict(measured)
+            graphed = max(ranks[0]["graph_tiers"], default=0) if ranks else None
+            tier["execution"] = None if graphed is None else "graph" if tier["patches"] <= graphed else "eager"
         in_flight = {
             "free_patches": self.admission.allocator.num_free,
             "queued_images": len(self._batcher),
@@ -196,7 +208,17 @@ class Engine:
             "bytes": self.admission.bytes_in_flight,
         }
         requests = {**asdict(self.counts), "in_flight": self.counts.in_flight}
-        return {**self.plan.as_dict(), "ranks": ranks, "in_flight": in_flight, "requests": requests}
+        limit = {"largest_tier_without_restart": self.started_with.capacity.max_patches_per_image}
+        return {**plan, **limit, "ranks": ranks, "in_flight": in_flight, "requests": requests}
+
+    def take_over(self, settings: Settings) -> None:
+        """Let other settings be in force for requests that come from now on. `service.reload` says which may differ."""
+        self.settings = settings
+        self.plan = self._make_plan()
+        self.admission.limits = settings.limits
+        self._batcher.max_patches = settings.capacity.max_patches_per_image
+        self._tier_times = self._tier_times.under(settings.capacity.patch_capacities)
+        self.metrics.note_tiers(settings.capacity.patch_capacities)
 
     async def dispatch(self, group: WorkerGroup) -> None:
         """Feed one batch after another to a group, and settle them, until the group is lost."""
@@ -222,16 +244,20 @@ class Engine:
                 return
             self._groups.note_work()
             self.admission.note_batch(batch.cost, time.monotonic() - started)
-            self._modes.note(choice.mode, batch.costs, max(reply.forward_s + reply.all_gather_s for reply in replies))
+            workers_s = max(reply.forward_s + reply.all_gather_s for reply in replies)
+            self._modes.note(choice.mode, batch.costs, workers_s)
+            self._tier_times.note(BatchTime(batch.num_patches, len(batch.entries), workers_s))
             plans = [entry.plan for entry in batch.entries]
             self.metrics.note_batch(plans, replies, group=group.index, mode=choice.mode)
             self._batcher.settle(batch, replies)
 
     async def start(self) -> None:
-        """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded."""
-        self.plan = plan_capacity(
-            self.spec, self.settings, threads=self.settings.rank_threads(len(os.sched_getaffinity(0)))
-        )
+        """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded.
+
+        Raises MemoryShortError before any of it where this machine has no room for the tiers.
+        """
+        check_host(self.spec, self.settings, side="all" if self.settings.parallel.workers == "managed" else "front-end")
+        self.plan = self._make_plan()
         for sentence in sentences(self.plan):
             log.info("%s", sentence)
         self.slab = Slab.create(self.layout)
@@ -274,10 +300,15 @@ class Engine:
         await self._decoders.stop()
         self.slab.close()
 
+    def _make_plan(self) -> CapacityPlan:
+        num_cores = len(os.sched_getaffinity(0))
+        return plan_capacity(self.spec, self.settings, num_cores=num_cores, slab_patches=self.layout.num_patches)
+
     async def _plan(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> list[ImagePlan]:
+        limits, capacities = options.settings.limits, options.settings.capacity.patch_capacities
         files = {name: file for index, item in enumerate(images) for name, file in _files(item, options.param, index)}
-        headers = iter(await _in_order({name: self._decoders.read_header(file) for name, file in files.items()}))
-        capacities = self.settings.capacity.patch_capacities
+        reading = {name: self._decoders.read_header(file, limits) for name, file in files.items()}
+        headers = iter(await _in_order(reading))
         plans = []
         for index, item in enumerate(images):
             param = f"{options.param}[{index}]"
@@ -294,13 +325,13 @@ class Engine:
         return plans
 
     async def _write_patches(
-        self, images: Sequence[Item], plans: Sequence[ImagePlan], permit: Permit, param: str
+        self, images: Sequence[Item], plans: Sequence[ImagePlan], permit: Permit, options: EncodeOptions
     ) -> float:
         """The seconds of it that the slowest image took once it was decoded."""
         work = {
-            name: self._decoders.write_patches(file, plan, rows.run, frame)
+            name: self._decoders.write_patches(file, plan, rows.run, options.settings.limits, frame)
             for index, (item, plan, rows) in enumerate(zip(images, plans, permit.rows, strict=True))
-            for frame, (name, file) in enumerate(_files(item, param, index))
+            for frame, (name, file) in enumerate(_files(item, options.param, index))
         }
         return max(written.preprocess_s for written in await _in_order(work))
 
@@ -317,12 +348,6 @@ class Engine:
         ]
         return await asyncio.to_thread(read_tokens, views, self.dtype, options.tokens, options.param)
 
-    def _too_late(self, entries: Sequence[Entry]) -> ServiceError:
-        limit_s = self.settings.limits.request_timeout_s
-        if any(entry.num_losses for entry in entries):
-            return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
-        return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
-
     def _cost(self, plans: Sequence[ImagePlan]) -> float:
         return sum(self.spec.cost(plan.patches) for plan in plans)
 
@@ -335,6 +360,8 @@ class Engine:
                 *(self.plan.slab_bytes, ready.slab_bytes, self.plan.scratch_bytes, ready.resident_bytes),
             )
         self._modes.learn(group.readiness[0].timings)
+        slowest_s = max(ready.warm_up_s for ready in group.readiness.values())
+        self._tier_times.note(BatchTime(group.readiness[0].warm_up_patches, 1, slowest_s))
         self.ready.set()
         device = group.readiness[0].device.partition(":")[0]
         for _ in range(_BATCHES_IN_FLIGHT[device]):
@@ -393,6 +420,12 @@ class Engine:
             self._active_tasks.discard(task)
             if self.counts.in_flight == 0:
                 self._idle.set()
+
+
+def _too_late(entries: Sequence[Entry], limit_s: float) -> ServiceError:
+    if any(entry.num_losses for entry in entries):
+        return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
+    return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
 
 
 def _files(item: Item, param: str, index: int) -> list[tuple[str, ImageBytes]]:

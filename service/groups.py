@@ -56,6 +56,7 @@ class WorkerGroups:
             contract=wire.contract_for(settings, spec, settings.parallel.tensor),
             num_groups=settings.parallel.groups,
             slab=slab,
+            patch_capacities=settings.capacity.patch_capacities,
             on_ready=self._note_ready,
             on_lost=self._note_lost,
             on_progress=lambda group, rank, progress: on_progress(group.index, rank, progress),

@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("tpvision.keys")
@@ -19,12 +20,15 @@ class KeysError(ValueError):
 
 
 class KeyRing:
-    """The keys that may call /v1/*, as digests. `watch` follows the file; requests never wait for it."""
+    """The keys that may call /v1/*, as digests. `watch` follows their file; requests never wait for it."""
 
     def __init__(self, path: Path, digests: frozenset[bytes], signature: _Signature) -> None:
         self._path = path
         self._digests = digests
         self._seen: _Signature | None = signature
+
+    def __len__(self) -> int:
+        return len(self._digests)
 
     @classmethod
     def read(cls, path: Path) -> "KeyRing":
@@ -35,12 +39,6 @@ class KeyRing:
         """Whether a header's text, decoded as latin-1, is one of the keys; takes as long for any wrong one."""
         given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         return bool(sum(hmac.compare_digest(given, known) for known in self._digests))
-
-    async def watch(self) -> None:
-        """Follow the file until cancelled, looking once a second, in a thread because its disk may hang."""
-        while True:
-            await asyncio.sleep(_CHECK_S)
-            await asyncio.to_thread(self.reload)
 
     def reload(self) -> None:
         """Take over the file's keys if it has changed; where it cannot be used, keep the old ones and say so once."""
@@ -54,6 +52,14 @@ class KeyRing:
             log.error("%s; the %d old keys stay valid", error, len(self._digests))
         else:
             log.info("the API key file changed: %d keys", len(self._digests))
+
+
+async def watch(current: Callable[[], KeyRing | None]) -> None:
+    """Follow the file of the ring in force until cancelled, once a second, in a thread because its disk may hang."""
+    while True:
+        await asyncio.sleep(_CHECK_S)
+        if (ring := current()) is not None:
+            await asyncio.to_thread(ring.reload)
 
 
 def _read(path: Path) -> tuple[frozenset[bytes], _Signature]:

@@ -167,6 +167,12 @@ class Metrics(Collector):
         if mode == "tp":  # else they differ as their images do
             self._skew.observe(max(forwards_s) - min(forwards_s))
 
+    def note_tiers(self, tiers: Sequence[int]) -> None:
+        """These tiers are in force."""
+        for tier in tiers:
+            self._images.labels(tier)
+            self._downscaled.labels(tier)
+
     def note_loss(self, group: int, reason: Loss) -> None:
         """A rank took its group down."""
         self._lost_ranks.labels(group, reason).inc()
@@ -193,9 +199,7 @@ class Metrics(Collector):
 
     def _start_at_zero(self, settings: Settings) -> None:
         """Make the series whose labels are known, because a rate sees no step from nothing to one."""
-        for tier in settings.capacity.patch_capacities:
-            self._images.labels(tier)
-            self._downscaled.labels(tier)
+        self.note_tiers(settings.capacity.patch_capacities)
         for mode in get_args(Mode):
             self._batches.labels(mode)
         for stage in STAGES:

@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from service.bounds import largest_chunk, largest_patch_count, largest_picture
+from service.memory_check import host_rows
 from tp.memory import MemoryRow, arena_rows, scratch_rows, total_bytes, weight_rows
 from tp.settings import Settings
 from tp.slab import SlabLayout
@@ -98,6 +99,7 @@ class CapacityPlan:
     slab_patches: int
     slab_bytes: int  # both arenas and the padding between them
     slab: tuple[MemoryRow, ...]
+    host: tuple[MemoryRow, ...]  # all that is touched in the machine's memory
     weights: tuple[MemoryRow, ...]  # per rank
     scratch: tuple[MemoryRow, ...]  # per rank, top tier
 
@@ -115,6 +117,11 @@ class CapacityPlan:
     def scratch_bytes(self) -> int:
         """Per rank, for a batch that fills the top tier."""
         return total_bytes(self.scratch)
+
+    @property
+    def host_bytes(self) -> int:
+        """What a start needs of this machine's memory."""
+        return total_bytes(self.host)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -157,21 +164,30 @@ class CapacityPlan:
             "slab": {
                 "patches": self.slab_patches,
                 "total_bytes": self.slab_bytes,
+                "mapped_bytes_per_rank": self.slab_bytes,  # the same pages in every rank
                 "arenas": [asdict(row) for row in self.slab],
             },
+            "host": {"total_bytes": self.host_bytes, "parts": [asdict(row) for row in self.host]},
             "dropping_top_tier_frees": None if drop is None else _step_dict(drop),
         }
 
 
-def plan_capacity(spec: EncoderSpec, settings: Settings, *, threads: int | None = None) -> CapacityPlan:
-    """The plan for an encoder under `settings`. `threads`, CPU threads a rank: by default the settings' own, else 1.
+def plan_capacity(
+    spec: EncoderSpec, settings: Settings, *, num_cores: int = 1, slab_patches: int | None = None
+) -> CapacityPlan:
+    """The plan for an encoder under `settings` on a machine of so many cores.
+
+    `slab_patches` is the size of the slab that is there; by default the one that these settings would make. What each
+    tier takes of a slab is what a start with it as the top one would.
 
     Raises SpecError, naming the legal ones, where `parallel.tensor` does not divide the attention heads.
     """
     parallel, capacity = settings.parallel, settings.capacity
     check_world_size(spec, parallel.tensor)
     dtype = settings.compute_dtype(spec)
-    scratch = _scratch_of(spec, settings, threads or parallel.threads or 1)
+    scratch = _scratch_of(spec, settings, settings.rank_threads(num_cores))
+    slab = _slab_of(spec, settings, slab_patches or settings.slab_patches)
+    on_cpu = parallel.device != "cuda"
     largest, *size = largest_patch_count(spec.processor)
     return CapacityPlan(
         model_type=spec.model_type,
@@ -186,12 +202,21 @@ def plan_capacity(spec: EncoderSpec, settings: Settings, *, threads: int | None 
         max_frames=spec.pos_emb_time,
         largest_chunk_patches=largest_chunk(spec),
         tiers=tuple(
-            _tier(spec, patches, largest=largest, scratch=scratch, slab=_slab_of(spec, settings, patches))
+            _tier(
+                spec,
+                patches,
+                largest=largest,
+                scratch=scratch,
+                slab=_slab_of(spec, settings, settings.slab_patches_for(patches)),
+            )
             for patches in capacity.patch_capacities
         ),
-        slab_patches=settings.slab_patches,
-        slab_bytes=_slab_of(spec, settings, capacity.max_patches_per_image).total_bytes,
-        slab=arena_rows(spec, num_patches=settings.slab_patches, dtype=dtype),
+        slab_patches=slab.num_patches,
+        slab_bytes=slab.total_bytes,
+        slab=arena_rows(spec, num_patches=slab.num_patches, dtype=dtype),
+        host=host_rows(
+            spec, settings, top=capacity.max_patches_per_image, slab=slab, num_cores=num_cores, on_cpu=on_cpu
+        ),
         weights=_most(
             [
                 weight_rows(spec, world_size=parallel.tensor, dtype=dtype, rank=rank, resident=parallel.resident)
@@ -238,11 +263,7 @@ def _most(ranks: list[tuple[MemoryRow, ...]]) -> tuple[MemoryRow, ...]:
     return max(ranks, key=total_bytes)
 
 
-def _slab_of(spec: EncoderSpec, settings: Settings, top: int) -> SlabLayout:
-    """The slab while `top` is the top tier: as set, or else in proportion to it."""
-    num_patches = settings.slab_patches
-    if settings.capacity.slab_patches is None:
-        num_patches = num_patches * top // settings.capacity.max_patches_per_image
+def _slab_of(spec: EncoderSpec, settings: Settings, num_patches: int) -> SlabLayout:
     return SlabLayout.of(spec, num_patches=num_patches, itemsize=ITEMSIZE[settings.compute_dtype(spec)])
 
 
@@ -287,6 +308,8 @@ def _tier_dict(tier: TierPlan, step: Step) -> dict[str, Any]:
         "slab_bytes": tier.slab_bytes,
         "adds": _step_dict(step),
         "reference": _reference_dict(tier.reference),
+        "measured": None,  # a running service knows these two
+        "execution": None,
     }
 
 
@@ -334,6 +357,7 @@ def _memory_table(plan: CapacityPlan) -> Table:
         ("weights, each rank", plan.weights, plan.weights_bytes),
         ("scratch of the CPU forward at the top tier, each rank", plan.scratch, plan.scratch_bytes),
         (f"slab of {_count(plan.slab_patches)} patches, once a machine", plan.slab, plan.slab_bytes),
+        ("this machine's memory in all", plan.host, plan.host_bytes),
     )
     for name, rows, total in parts:
         for row in rows:

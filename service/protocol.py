@@ -46,6 +46,7 @@ class ConnectionTable:
     """The open connections of one listener: who waits for a request, longest first, and who is busy with one."""
 
     def __init__(self, max_connections: int) -> None:
+        """`max_connections` may be changed; where it shrinks, idle ones are closed as others come."""
         self.max_connections = max_connections
         self._waiting: dict[BoundedProtocol, None] = {}
         self._busy: set[BoundedProtocol] = set()
@@ -61,7 +62,7 @@ class ConnectionTable:
     def admit(self, connection: "BoundedProtocol") -> None:
         """Take a new connection in, where there is no place left in that of the longest waiting."""
         reserved = min(_RESERVED, self.max_connections)
-        if len(self._waiting) >= max(reserved, self.max_connections - len(self._busy)):
+        while len(self._waiting) >= max(reserved, self.max_connections - len(self._busy)):
             self._log_full()
             longest = next(iter(self._waiting))
             self.remove(longest)
@@ -97,14 +98,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         *arguments: Any,
-        limits: LimitSettings,
+        limits: Callable[[], LimitSettings],
         table: ConnectionTable,
         on_refused: Callable[[ServiceError], str],
         **options: Any,
     ) -> None:
-        """`on_refused` is told of what is refused before it is a request, and gives the id for its answer."""
+        """`limits` gives those in force, which a connection takes over whenever it is idle.
+
+        `on_refused` is told of what is refused before it is a request, and gives the id for its answer.
+        """
         super().__init__(*arguments, **options)
-        self._limits = limits
+        self._current_limits = limits
+        self._limits = limits()
         self._table = table
         self._on_refused = on_refused
         self._timer: asyncio.TimerHandle | None = None
@@ -140,6 +145,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         if self._is_idle and self._active is not None:  # a new connection's deadline runs since it was made
+            self._limits = self._current_limits()
             self._arm(self._limits.header_timeout_s, self._head_is_late)
         self._unparsed_bytes += len(data)
         try:

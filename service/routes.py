@@ -23,6 +23,7 @@ from service.keys import KeyRing
 from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, error_responses
 from service.record import RequestRecord
 from service.tokens import TokenOptions
+from tp.settings import Settings
 from tp.spec import ITEMSIZE, Dtype
 
 Result = TypeVar("Result")
@@ -101,7 +102,17 @@ def check_key(request: Request) -> None:
         raise Unauthorized("this service needs an API key, as `Authorization: Bearer KEY`")
 
 
-router = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+async def keep_settings(request: Request) -> None:
+    """Whatever is reloaded meanwhile, a request is handled under the settings that it came under."""
+    request.state.settings = engine_of(request).settings
+
+
+def settings_of(request: Request) -> Settings:
+    """Those in force when the request came."""
+    return request.state.settings  # type: ignore[no-any-return]
+
+
+router = APIRouter(prefix="/v1", dependencies=[Depends(keep_settings), Depends(check_key)])
 
 
 @router.post("/encode", responses=error_responses(), openapi_extra=ENCODE_OPENAPI, response_class=Response)
@@ -118,10 +129,11 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
     pooled = query.output == "pooled"
     dtype = query.dtype or ("float32" if pooled else schemas.default_dtype(form, engine.dtype))
     schemas.check_form(form, dtype)
-    check_plans = _size_check(engine, form, dtype, pooled=pooled, encoding=query.encoding_format)
+    check_plans = _size_check(request, form, dtype, pooled=pooled, encoding=query.encoding_format)
     async with _receive(request, "encode") as intake:
         options = EncodeOptions(
-            policy=_policy(engine, query),
+            settings=settings_of(request),
+            policy=_policy(request, query),
             tokens=TokenOptions(dtype, pooled, query.normalize),
             check_plans=check_plans,
         )
@@ -150,11 +162,12 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
             )
         pooled = asked.pooling == "mean"
         options = EncodeOptions(
-            policy=_policy(engine, query),
+            settings=settings_of(request),
+            policy=_policy(request, query),
             tokens=TokenOptions("float32", pooled, query.normalize),
             param="input",
             check_plans=_size_check(
-                engine, "application/json", "float32", pooled=pooled, encoding=asked.encoding_format
+                request, "application/json", "float32", pooled=pooled, encoding=asked.encoding_format
             ),
         )
         encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request)))
@@ -183,7 +196,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/capacity", responses=error_responses(*BEFORE_ROUTES, 401, 429))
 async def capacity(request: Request) -> dict[str, Any]:
-    """Tiers, policy, memory per rank, legal world sizes, and what is in flight."""
+    """Tiers and what they measured, policy, memory per rank, legal world sizes, and what is in flight."""
     return engine_of(request).describe_capacity()
 
 
@@ -199,7 +212,7 @@ async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> 
 
 async def _take_in(request: Request, route: Literal["encode", "embeddings"], stack: contextlib.ExitStack) -> Intake:
     engine = engine_of(request)
-    limits = engine.settings.limits
+    limits = settings_of(request).limits
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     held = stack.enter_context(HeldBytes(engine.admission))
     if content_type == "multipart/form-data" and route == "encode":
@@ -218,7 +231,7 @@ async def _take_in(request: Request, route: Literal["encode", "embeddings"], sta
     if body.num_bytes == 0:
         raise InvalidRequest("the body is empty")
     if content_type == "application/json" or route == "embeddings":
-        unpacked = await engine.unpack(body, route)
+        unpacked = await engine.unpack(body, route, limits)
         stack.enter_context(unpacked)
         held.add_unchecked(sum(image.length for image in unpacked.images))
         return Intake(await _fetch(request, unpacked, held, stack, route), unpacked)
@@ -241,7 +254,7 @@ async def _fetch(
     work = fetcher.fetch(
         {key + unpacked.names[index]: url for index, url in unpacked.urls.items()},
         stack.enter_context(Body()),
-        max_bytes=engine_of(request).settings.limits.max_body_bytes,
+        max_bytes=settings_of(request).limits.max_body_bytes,
         inline_bytes=sum(image.length for index, image in images.items() if index not in unpacked.urls),
         on_bytes=held.add,
     )
@@ -280,21 +293,21 @@ async def _hang_up(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 def _size_check(
-    engine: Engine, form: schemas.Form, dtype: Dtype, *, pooled: bool, encoding: schemas.EncodingFormat
+    request: Request, form: schemas.Form, dtype: Dtype, *, pooled: bool, encoding: schemas.EncodingFormat
 ) -> Callable[[Sequence[ImagePlan]], None]:
     return lambda plans: schemas.check_size(
         form,
         plans,
-        spec=engine.spec,
+        spec=engine_of(request).spec,
         itemsize=ITEMSIZE[dtype],
         pooled=pooled,
         encoding=encoding,
-        limit=engine.settings.limits.max_json_bytes,
+        limit=settings_of(request).limits.max_json_bytes,
     )
 
 
-def _policy(engine: Engine, query: PolicyQuery) -> Literal["refuse", "downscale"]:
-    capacity = engine.settings.capacity
+def _policy(request: Request, query: PolicyQuery) -> Literal["refuse", "downscale"]:
+    capacity = settings_of(request).capacity
     return effective_policy(capacity.policy, capacity.allow_override, query.oversize)
 
 

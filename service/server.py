@@ -1,6 +1,7 @@
 """The front-end process: start -> ready -> serve -> drain -> exit, in one function.
 
-Signal handlers set an event; `serve` acts on it. A first SIGTERM or SIGINT drains, a second one ends it now.
+Signal handlers set an event; `serve` acts on it. A first SIGTERM or SIGINT drains, a second one ends it now; SIGHUP
+reads the settings again.
 """
 
 import asyncio
@@ -19,11 +20,12 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from service.app import create_app, create_probe_app
+from service.app import create_app, create_probe_app, read_keys, set_keys
 from service.engine import Engine
-from service.keys import KeyRing
+from service.keys import KeyRing, watch
 from service.progress import LoadProgress
 from service.protocol import BoundedProtocol, ConnectionTable
+from service.reload import reload
 from service.reporter import Reporter, Spans
 from service.waiting import first_of
 from tp.process import reap_orphans
@@ -59,37 +61,53 @@ async def serve(
     settings: Settings,
     spec: EncoderSpec,
     *,
+    read_again: Callable[[], Settings] | None = None,
     on_ready: Callable[[str], Awaitable[None]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> int:
     """Run the service until a signal, `stop`, or a failure; the exit status. `on_ready(url)` is awaited once.
 
-    Raises ServeError, SlabError, ControlSocketError or KeysError when it cannot start.
+    `read_again`, called in a thread after SIGHUP, gives the settings as a start would have them now, or raises what it
+    would. Raises ServeError, MemoryShortError, SlabError, ControlSocketError or KeysError when it cannot start.
     """
     stop = stop or asyncio.Event()
     stop_now = asyncio.Event()
-    _watch_signals(stop, stop_now)
+    hang_up = asyncio.Event()
+    _watch_signals(stop, stop_now, hang_up if read_again else None)
     listeners = _listen(settings)
-    _allow_files(_FILES_PER_CONNECTION * settings.limits.max_connections + _OTHER_FILES)
+    _allow_files(_num_files(settings))
     engine = Engine(settings, spec, on_progress=LoadProgress().update)
     spans = _export_spans(settings)
     reporter = Reporter(engine.metrics, spans)
     app = create_app(settings, engine, reporter)
+    _warn_if_open(settings, listeners[0])
+    tables = [ConnectionTable(settings.limits.max_connections) for _ in listeners]
     apps = [app, create_probe_app(engine, reporter)][: len(listeners)]
-    servers = [Server(_uvicorn_config(settings, app, reporter)) for app in apps]
+    servers = [Server(_uvicorn_config(engine, app, table, reporter)) for app, table in zip(apps, tables, strict=True)]
+
+    def take_over(settings: Settings, keys: KeyRing | None) -> None:
+        engine.take_over(settings)
+        set_keys(app, keys)
+        for table in tables:
+            table.max_connections = settings.limits.max_connections
+        _allow_files(_num_files(settings))
+        _warn_if_open(settings, listeners[0])
+
     await engine.start()
     pairs = zip(servers, listeners, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in pairs]
     beside = [
         asyncio.create_task(_announce(engine, [_url(settings, listener) for listener in listeners], on_ready)),
-        asyncio.create_task(_watch(app.state.keys, engine)),
+        asyncio.create_task(_watch(app, engine)),
     ]
+    if read_again is not None:
+        beside.append(asyncio.create_task(_follow(hang_up, read_again, engine, take_over)))
     for task in beside:
         task.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
     flush_until = time.monotonic()
     try:
         await first_of(stop.wait(), asyncio.shield(engine.failure), *map(asyncio.shield, serving))
-        flush_until = time.monotonic() + settings.limits.drain_timeout_s
+        flush_until = time.monotonic() + engine.settings.limits.drain_timeout_s
         if stop.is_set():
             log.info("draining: nothing new is taken, accepted requests finish")
             await first_of(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
@@ -121,11 +139,33 @@ async def _end(
     await engine.stop(now=now)
 
 
-async def _watch(keys: KeyRing | None, engine: Engine) -> None:
+async def _follow(
+    hang_up: asyncio.Event,
+    read_again: Callable[[], Settings],
+    engine: Engine,
+    take_over: Callable[[Settings, KeyRing | None], None],
+) -> None:
+    """Whenever SIGHUP asks for it, take over what a running service can of new settings, all of it at one moment."""
+    while True:
+        await hang_up.wait()
+        hang_up.clear()
+        try:
+            wanted = await asyncio.to_thread(read_again)
+            keys = await asyncio.to_thread(read_keys, wanted)
+        except Exception as error:  # noqa: BLE001 - whatever an operator's files hold, the service goes on
+            log.error("the settings were not reloaded, nothing has changed: %s", error)
+            continue
+        found = reload(engine.started_with, engine.settings, wanted)
+        take_over(found.settings, keys)
+        for sentence in found.held_back:
+            log.warning("not reloaded: %s", sentence)
+        log.info("settings reloaded: %s", ", ".join(found.changed) or "nothing has changed")
+
+
+async def _watch(app: FastAPI, engine: Engine) -> None:
     """What goes on beside serving: new keys, and as PID 1 the dead that nobody else collects."""
     async with asyncio.TaskGroup() as tasks:
-        if keys is not None:
-            tasks.create_task(keys.watch())
+        tasks.create_task(watch(lambda: app.state.keys))
         if os.getpid() == 1:
             tasks.create_task(_reap(engine))
 
@@ -167,12 +207,11 @@ def _export_spans(settings: Settings) -> Spans | None:
     return SpanExport.to_otlp()
 
 
-def _uvicorn_config(settings: Settings, app: FastAPI, reporter: Reporter) -> uvicorn.Config:
-    limits = settings.limits
+def _uvicorn_config(engine: Engine, app: FastAPI, table: ConnectionTable, reporter: Reporter) -> uvicorn.Config:
     protocol: Any = partial(
         BoundedProtocol,
-        limits=limits,
-        table=ConnectionTable(limits.max_connections),
+        limits=lambda: engine.settings.limits,
+        table=table,
         on_refused=reporter.refuse,
     )
     return uvicorn.Config(
@@ -187,25 +226,31 @@ def _uvicorn_config(settings: Settings, app: FastAPI, reporter: Reporter) -> uvi
     )
 
 
-def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
+def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event, hang_up: asyncio.Event | None) -> None:
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal)
+    if hang_up is not None:
+        loop.add_signal_handler(signal.SIGHUP, hang_up.set)
 
 
 def _listen(settings: Settings) -> list[socket.socket]:
     """The service's listener, and the probes' own where there is one."""
     server = settings.server
-    listener = _bind(server.host, server.port)
-    address = listener.getsockname()[0]
-    if server.api_keys_file is None and not ipaddress.ip_address(address).is_loopback:
+    ports = [server.port] if server.probe_port is None else [server.port, server.probe_port]
+    return [_bind(server.host, port) for port in ports]
+
+
+def _warn_if_open(settings: Settings, listener: socket.socket) -> None:
+    address, port, *_ = listener.getsockname()
+    if settings.server.api_keys_file is None and not ipaddress.ip_address(address).is_loopback:
         log.warning(
             "ANYONE who reaches %s port %d may use this service: server.api_keys_file is not set",
-            *(server.host, listener.getsockname()[1]),
+            *(settings.server.host, port),
         )
-    return [listener] if server.probe_port is None else [listener, _bind(server.host, server.probe_port)]
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -226,6 +271,10 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(settings: Settings, listener: socket.socket) -> str:
     host = settings.server.host
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _num_files(settings: Settings) -> int:
+    return _FILES_PER_CONNECTION * settings.limits.max_connections + _OTHER_FILES
 
 
 def _allow_files(num_files: int) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -145,6 +145,7 @@ class ControlServer:
         contract: wire.Contract,
         num_groups: int,
         slab: Slab,
+        patch_capacities: Sequence[int],
         on_ready: Callable[[WorkerGroup], None],
         on_lost: Callable[[WorkerGroup], None],
         on_progress: Callable[[WorkerGroup, int, wire.Progress], None],
@@ -155,6 +156,11 @@ class ControlServer:
         self.weights_fingerprint: str | None = None  # of the first rank ever; all others must agree
         self._contract = contract
         self._num_groups = num_groups
+        self._welcome = wire.Welcome(
+            slab_patches=slab.layout.num_patches,
+            slab_bytes=slab.layout.total_bytes,
+            patch_capacities=list(patch_capacities),
+        )
         self._slab = slab
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -198,9 +204,10 @@ class ControlServer:
             await asyncio.get_running_loop().sock_sendall(connection, wire.encode(wire.Refused(reason=reason)))
             connection.close()
             return
-        frame = wire.encode(wire.Welcome(slab_bytes=self._slab.layout.total_bytes))
         try:
-            socket.send_fds(connection, [frame], [self._slab.fd])  # one small frame into an empty socket: never partial
+            socket.send_fds(
+                connection, [wire.encode(self._welcome)], [self._slab.fd]
+            )  # one small frame into an empty socket: never partial
         except OSError as error:
             log.warning("group %d rank %d left before its welcome: %s", hello.group, hello.rank, error)
             connection.close()

@@ -13,16 +13,22 @@ import socket
 from pathlib import Path
 
 from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
+from service.memory_check import check_host
 from tp.settings import Settings, SettingsError
+from tp.spec import EncoderSpec
 
 log = logging.getLogger("tpvision.worker_host")
 
 
-async def host_workers(settings: Settings, group: int) -> int:
-    """Run the group; the exit status. Raises SettingsError without a socket to connect to."""
+async def host_workers(settings: Settings, spec: EncoderSpec, group: int) -> int:
+    """Run the group; the exit status.
+
+    Raises SettingsError without a socket to connect to, and MemoryShortError where the tiers do not fit.
+    """
     socket_path = settings.parallel.socket
     if socket_path is None:
         raise SettingsError("parallel.socket is not set: name the front-end's control socket with --socket")
+    check_host(spec, settings, side="workers")
     launcher = GroupLauncher(settings, group=group, socket_path=socket_path, start_timeout_s=None)
     loop = asyncio.get_running_loop()
     running = loop.create_task(launcher.run())
@@ -34,6 +40,7 @@ async def host_workers(settings: Settings, group: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, log.info, "settings are read again at the next start only")
     try:
         await running
     except (StartRefusedError, BudgetSpentError) as error:

@@ -27,9 +27,13 @@ class RunningService:
     """A `tpvision serve` process of its own, ready to answer; `log` grows as it writes."""
 
     def __init__(
-        self, arguments: list[str], environ: dict[str, str] | None = None, command: Sequence[str] = COMMAND
+        self,
+        arguments: list[str],
+        environ: dict[str, str] | None = None,
+        command: Sequence[str] = COMMAND,
+        subcommand: str = "serve",
     ) -> None:
-        command = [*command, "serve", "--port", "0", "--device", "cpu", *arguments]
+        command = [*command, subcommand, "--port", "0", "--device", "cpu", *arguments]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **(environ or {})}, stderr=subprocess.PIPE, text=True
         )

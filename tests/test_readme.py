@@ -15,7 +15,7 @@ from running import ROOT, RunningService
 
 from service.demo_model import write_demo_model
 from service.metrics import Metrics
-from tp.settings import Settings, known_names
+from tp.settings import RELOADABLE, Settings, known_names
 
 README = ROOT / "README.md"
 CURL_LINES = [
@@ -25,14 +25,15 @@ CURL_LINES = [
 
 def settings_table() -> str:
     defaults = Settings().model_dump(mode="json")
-    lines = ["| setting | default | what |", "|---|---|---|"]
+    lines = ["| setting | default | what | reload |", "|---|---|---|---|"]
     for name, field in known_names():
         section, key = name.split(".")
         default = defaults[section][key]
         shown = ",".join(map(str, default)) if isinstance(default, list) else default
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         what = field.description + (f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices[1:] else "")
-        lines.append(f"| `{name}` | {'' if shown in (None, '') else f'`{shown}`'} | {what} |")
+        value = "" if shown in (None, "") else f"`{shown}`"
+        lines.append(f"| `{name}` | {value} | {what} | {RELOADABLE.get(name, '')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ launcher of the service starts this module in torchrun's place; the ranks themse
 """
 
 import os
+import signal
 import sys
 
 from tp.process import PARENT_VARIABLE, die_with_parent
@@ -12,6 +13,8 @@ from tp.process import PARENT_VARIABLE, die_with_parent
 if __name__ == "__main__":
     die_with_parent(int(sys.argv.pop(1)))
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to a whole container, it is for the front-end; ranks inherit it
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     from torch.distributed.run import main
 
     main(sys.argv[1:])

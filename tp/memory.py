@@ -4,11 +4,13 @@ Pure arithmetic, no torch: `tpvision plan` prints it before anything is started.
 tensor there adds a row here; tests/tp/test_memory.py measures a forward and holds its peak against `scratch_rows`.
 Counted is what torch allocates on a CPU rank. Beside it lie the interpreter and torch's libraries, gloo's staging
 buffers, and oneDNN's weight reorders in half types. On CUDA the attention kernel keeps no thread buffers or packed
-keys and RMSNorm is one kernel without float32 rows, so the rows are an upper bound there as well; beside them lie
-NCCL's and cuBLAS' workspaces and the allocator's rounding.
+keys and RMSNorm is one kernel without float32 rows, so those are left out; beside the rows lie NCCL's and cuBLAS'
+workspaces and the allocator's rounding.
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +23,11 @@ QUERY_RUN = 512  # queries whose scores attention on a CPU holds at a time
 
 Factor = tuple[int, str]  # a count and what it counts
 Rows = tuple["MemoryRow", ...]
+Device = Literal["cpu", "cuda"]
+
+
+class MemoryShortError(RuntimeError):
+    """A top tier needs more memory than there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,37 @@ class MemoryRow:
 def total_bytes(rows: Rows) -> int:
     """Their sum."""
     return sum(row.num_bytes for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFit:
+    """What the top tier needs, what there is, and the largest tier that would fit; None where not even one token's."""
+
+    needed_bytes: int
+    available_bytes: int
+    largest_tier: int | None
+
+    @property
+    def missing_bytes(self) -> int:
+        """0 where it fits."""
+        return max(0, self.needed_bytes - self.available_bytes)
+
+    def check(self, memory: str, purpose: str) -> None:
+        """Raise MemoryShortError, saying which `memory` is too small and what for, unless it fits."""
+        if self.missing_bytes:
+            fitting = "none" if self.largest_tier is None else f"{self.largest_tier:,} patches"
+            raise MemoryShortError(
+                f"the tiers do not fit the {memory}: {self.needed_bytes:,} bytes are needed {purpose}, "
+                f"{self.available_bytes:,} are there, {self.missing_bytes:,} are missing; "
+                f"the largest tier that would fit: {fitting}"
+            )
+
+
+def fit_memory(needed_bytes: Callable[[int], int], *, top: int, available_bytes: int) -> MemoryFit:
+    """Compare. `needed_bytes(tier)` is what that top tier needs, and grows with it."""
+    tiers = range(4, top + 1, 4)
+    num_fitting = bisect_right(tiers, available_bytes, key=needed_bytes)
+    return MemoryFit(needed_bytes(top), available_bytes, tiers[num_fitting - 1] if num_fitting else None)
 
 
 def weight_rows(
@@ -82,7 +120,14 @@ def arena_rows(spec: EncoderSpec, *, num_patches: int, dtype: Dtype) -> Rows:
 
 
 def scratch_rows(
-    spec: EncoderSpec, *, num_patches: int, world_size: int, dtype: Dtype, threads: int = 1, rank: int = 0
+    spec: EncoderSpec,
+    *,
+    num_patches: int,
+    world_size: int,
+    dtype: Dtype,
+    threads: int = 1,
+    rank: int = 0,
+    device: Device = "cpu",
 ) -> Rows:
     """What a forward over `num_patches` patches holds when it holds most, the batch's pixels included.
 
@@ -90,7 +135,15 @@ def scratch_rows(
 
     The sum is an upper bound: of every step, the one with the largest sum. `threads` are the CPU threads of the rank.
     """
-    sizes = _Sizes(spec, num_patches=num_patches, world_size=world_size, dtype=dtype, threads=threads, rank=rank)
+    sizes = _Sizes(
+        spec,
+        num_patches=num_patches,
+        world_size=world_size,
+        dtype=dtype,
+        threads=threads,
+        rank=rank,
+        on_cpu=device == "cpu",
+    )
     return max(sizes.steps(), key=total_bytes)
 
 
@@ -108,11 +161,20 @@ class _Sizes:
     """The steps of tp/model.py's forward, each as the rows that are alive in it."""
 
     def __init__(
-        self, spec: EncoderSpec, *, num_patches: int, world_size: int, dtype: Dtype, threads: int, rank: int
+        self,
+        spec: EncoderSpec,
+        *,
+        num_patches: int,
+        world_size: int,
+        dtype: Dtype,
+        threads: int,
+        rank: int,
+        on_cpu: bool,
     ) -> None:
         self.spec = spec
         self.world_size = world_size
         self.threads = threads
+        self.on_cpu = on_cpu
         self.size: Factor = (ITEMSIZE[dtype], "B")
         self.is_half = ITEMSIZE[dtype] < 4
         self.patches: Factor = (num_patches, "patches")
@@ -134,7 +196,8 @@ class _Sizes:
         self.share = _row("residual stream of the share", rows, self.hidden, self.size)
 
     def steps(self) -> tuple[Rows, ...]:
-        block = (self.qkv(), self.rotate(), self.attention(), self.fused_attention(), self.wo(), self.mlp())
+        attention = (self.attention(), self.fused_attention()) if self.on_cpu else (self.fused_attention(),)
+        block = (self.qkv(), self.rotate(), *attention, self.wo(), self.mlp())
         return (self.embed(), *block, self.scatter(), self.project(), self.gather())
 
     def embed(self) -> Rows:
@@ -185,13 +248,13 @@ class _Sizes:
         # Tiles of 256 queries by 512 keys, a run of output and the sums, in float32; probabilities again in half types.
         tile = 256 * (512 + spec.head_dim + 2) * 4 + (256 * 512 * 2 if self.is_half else 0)
         packed = _row("keys and values packed for AMX", self.patches, (2 * self.width, "channels"), self.size)
+        of_cpu = (_row("attention tiles", (self.threads, "threads"), (tile, "B")), *((packed,) if self.is_half else ()))
         return (
             *self.held,
             self.all_qkv,
             self.attended,
             _row("log-sum-exps", self.patches, (heads, "heads"), (4, "B")),
-            _row("attention tiles", (self.threads, "threads"), (tile, "B")),
-            *((packed,) if self.is_half else ()),
+            *(of_cpu if self.on_cpu else ()),
         )
 
     def wo(self) -> Rows:
@@ -232,5 +295,5 @@ class _Sizes:
         result = _row("normed rows", rows, width, self.size)
         run = (min(rows[0], NARROW_RUN), rows[1])
         inner = _row("rows normed in float32", (3 if self.is_half else 2, "times"), run, width, (4, "B"))
-        during = (result, inner) if self.spec.norm == "rmsnorm" else (result,)
+        during = (result, inner) if self.spec.norm == "rmsnorm" and self.on_cpu else (result,)
         return max(during, (result, *then), key=total_bytes)

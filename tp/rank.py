@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,19 +23,21 @@ from tp import wire
 from tp.checkpoint import CheckpointError, fingerprint, read_vision_tensors
 from tp.control import EXIT_FRONT_END_GONE, ControlClient, RefusedError
 from tp.exchange import ExchangeError
+from tp.memory import MemoryShortError, fit_memory, scratch_rows, total_bytes
 from tp.modes import assign_images
 from tp.parallel import TPGroup
 from tp.process import resident_bytes
 from tp.runner import Runner
 from tp.settings import Settings, load_settings
 from tp.slab import Slab, SlabLayout
-from tp.spec import ITEMSIZE, SpecError, check_world_size, read_spec
+from tp.spec import ITEMSIZE, Dtype, EncoderSpec, SpecError, check_world_size, read_spec
 
 log = logging.getLogger("tpvision.rank")
 
 _CONNECT_TIMEOUT_S = 60.0
 _LARGEST_GRAPH = 4096  # patches; above, launching is a small part of a forward
 _PROGRESS_EVERY_S = 0.1
+_SMALLEST_PATCHES = 4  # of one token
 
 
 class FatalStartError(RuntimeError):
@@ -51,9 +53,9 @@ def main() -> None:
     logging.basicConfig(level=settings.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     control = ControlClient.connect(arguments.socket, timeout_s=_CONNECT_TIMEOUT_S)
     try:
-        slab, runner, group = _start(control, settings, arguments.group)
-        code = serve(control, slab, runner, group, settings.capacity.max_patches_per_image)
-    except (SpecError, CheckpointError, ExchangeError, RefusedError, FatalStartError) as error:
+        slab, runner, group, max_patches = _start(control, settings, arguments.group)
+        code = serve(control, slab, runner, group, max_patches)
+    except (SpecError, CheckpointError, ExchangeError, RefusedError, MemoryShortError, FatalStartError) as error:
         control.send_failure(str(error), is_fatal=True)
         raise FatalStartError(str(error)) from error
     except Exception as error:
@@ -100,13 +102,12 @@ def serve(control: ControlClient, slab: Slab, runner: Runner, group: TPGroup, ma
         )
 
 
-def _start(control: ControlClient, settings: Settings, group_index: int) -> tuple[Slab, Runner, TPGroup]:
+def _start(control: ControlClient, settings: Settings, group_index: int) -> tuple[Slab, Runner, TPGroup, int]:
     assert settings.model.path is not None, "the front-end resolves the model path"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     spec = read_spec(settings.model.path)
     check_world_size(spec, world_size)
     dtype = settings.compute_dtype(spec)
-    layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[dtype])
     hello = wire.Hello(
         group=group_index,
         incarnation=os.environ["TORCHELASTIC_RUN_ID"],
@@ -115,7 +116,9 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
         contract=wire.contract_for(settings, spec, world_size),
         weights_fingerprint=fingerprint(read_vision_tensors(settings.model.path, spec)),
     )
-    slab = _join(control, hello, layout)
+    welcome, slab = _join(control, hello, spec, ITEMSIZE[dtype])
+    tiers = welcome.patch_capacities
+    _compare_tiers(settings, tiers)
     device = choose_device(settings)
     if device.type == "cpu" and settings.parallel.threads is not None:
         torch.set_num_threads(settings.parallel.threads)
@@ -131,14 +134,17 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
         resident=settings.parallel.resident,
         on_progress=_report_progress(control),
     )
-    smallest_tier = settings.capacity.patch_capacities[0]
-    runner.warm_up(smallest_tier)
+    if device.type == "cuda":
+        share = (0, 1) if settings.parallel.resident == "full" else (rank, world_size)  # it may encode alone
+        check_device_memory(spec, tiers[-1], free_bytes=_free_bytes(device), share=share, dtype=dtype)
+    runner.warm_up(_SMALLEST_PATCHES)  # libraries set themselves up in the first forward, so a later one is timed
     graph_tiers: tuple[int, ...] = ()
     if settings.parallel.cuda_graphs == "on":
-        graph_tiers = runner.capture([tier for tier in settings.capacity.patch_capacities if tier <= _LARGEST_GRAPH])
+        graph_tiers = runner.capture([tier for tier in tiers if tier <= _LARGEST_GRAPH])
+    report = runner.warm_up(tiers[0])
     timings: list[wire.Timing] = []
     if settings.parallel.resident == "full" and world_size > 1:
-        sizes = (max(4, smallest_tier // 64 * 4), max(8, smallest_tier // 16 * 4))  # two, for a line through them
+        sizes = (max(4, tiers[0] // 64 * 4), max(8, tiers[0] // 16 * 4))  # two, for a line through them
         timings = [
             wire.Timing(mode=mode, num_patches=size, seconds=seconds)
             for mode, size, seconds in runner.time_modes(sizes)
@@ -153,17 +159,49 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
             attention=runner.describe_attention(),
             graph_tiers=list(graph_tiers),
             timings=timings,
+            warm_up_patches=tiers[0],
+            warm_up_s=report.forward_s + report.all_gather_s,
         )
     )
-    return slab, runner, group
+    return slab, runner, group, tiers[-1]
 
 
-def _join(control: ControlClient, hello: wire.Hello, layout: SlabLayout) -> Slab:
+def _join(control: ControlClient, hello: wire.Hello, spec: EncoderSpec, itemsize: int) -> tuple[wire.Welcome, Slab]:
     welcome, descriptor = control.greet(hello)
+    layout = SlabLayout.of(spec, num_patches=welcome.slab_patches, itemsize=itemsize)
     if welcome.slab_bytes != layout.total_bytes:
         raise RefusedError(f"slab bytes: {layout.total_bytes} here, {welcome.slab_bytes} there")
     control.watch()
-    return Slab.map(descriptor, layout)
+    return welcome, Slab.map(descriptor, layout)
+
+
+def _compare_tiers(settings: Settings, tiers: Sequence[int]) -> None:
+    """The front-end's tiers hold; where they were raised for it alone, nobody compared them with memory here."""
+    own = settings.capacity.max_patches_per_image
+    if tiers[-1] > own:
+        log.warning("the front-end's top tier is %d patches; memory here was checked for %d", tiers[-1], own)
+
+
+def check_device_memory(spec: EncoderSpec, top: int, *, free_bytes: int, share: tuple[int, int], dtype: Dtype) -> None:
+    """Raise MemoryShortError unless a GPU that has the weights has room for the scratch of a batch of `top` patches.
+
+    `share` is what this rank encodes of it: as which rank of how many.
+    """
+    rank, world_size = share
+
+    def needed_bytes(num_patches: int) -> int:
+        return total_bytes(
+            scratch_rows(spec, num_patches=num_patches, world_size=world_size, dtype=dtype, rank=rank, device="cuda")
+        )
+
+    fit = fit_memory(needed_bytes, top=top, available_bytes=free_bytes)
+    fit.check("memory of the GPU beside the weights", f"for the scratch of {top:,} patches")
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of the GPU's memory: what nobody has, and what torch keeps for reuse."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def choose_device(settings: Settings) -> torch.device:

@@ -20,6 +20,7 @@ from tp.spec import Dtype, EncoderSpec
 
 ENV_PREFIX = "TPVISION_"
 _HOST_PATTERN = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_UNREADABLE = (OSError, yaml.YAMLError, ValueError, RecursionError)  # a date of month 13; a thousand brackets
 SOCKET_PATH_BYTES = 107  # sun_path holds 108 with its closing zero
 
 
@@ -278,7 +279,11 @@ class Settings(_Section):
     @property
     def slab_patches(self) -> int:
         """Patches of the slab, default worked out."""
-        return self.capacity.slab_patches or 4 * self.capacity.max_patches_per_image * self.parallel.groups
+        return self.slab_patches_for(self.capacity.max_patches_per_image)
+
+    def slab_patches_for(self, top: int) -> int:
+        """Patches of the slab while `top` is the top tier."""
+        return self.capacity.slab_patches or 4 * top * self.parallel.groups
 
     @property
     def collective_timeout_s(self) -> float:
@@ -288,6 +293,10 @@ class Settings(_Section):
     def rank_threads(self, num_cores: int) -> int:
         """CPU threads of one rank on a machine with that many cores."""
         return self.parallel.threads or max(1, num_cores // (self.parallel.tensor * self.parallel.groups))
+
+    def num_decode_processes(self, num_cores: int) -> int:
+        """Decode processes on a machine with that many cores."""
+        return self.image.decode_processes or max(2, num_cores)
 
     def compute_dtype(self, spec: EncoderSpec) -> Dtype:
         """The dtype of weights, activations and the token arena. Raises SettingsError for `auto` on float16 weights."""
@@ -299,6 +308,31 @@ class Settings(_Section):
                 "name bfloat16, float32 or float16 (--dtype)"
             )
         return spec.dtype
+
+
+# What SIGHUP applies to a running service (`service.reload`), and where only up to a point; all else needs a restart.
+RELOADABLE: Mapping[str, str] = {
+    "capacity.patch_capacities": "up to the top tier at the start",
+    "capacity.policy": "yes",
+    "capacity.allow_override": "yes",
+    "limits.max_body_bytes": "yes",
+    "limits.max_image_pixels": "yes",
+    "limits.max_images_per_request": "yes",
+    "limits.max_json_bytes": "yes",
+    "limits.max_inflight_bytes": "yes",
+    "limits.max_queue_s": "yes",
+    "limits.request_timeout_s": "yes",
+    "limits.body_timeout_s": "yes",
+    "limits.decode_timeout_s": "yes",
+    "limits.batch_timeout_s": "below the collective timeout at the start",
+    "limits.drain_timeout_s": "yes",
+    "limits.max_connections": "yes",
+    "limits.max_header_bytes": "yes",
+    "limits.header_timeout_s": "yes",
+    "limits.keep_alive_timeout_s": "yes",
+    "limits.send_timeout_s": "yes",
+    "server.api_keys_file": "yes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +412,7 @@ def _from_file(path: Path | None) -> Iterator[tuple[str, str, Any]]:
         return
     try:
         tree = yaml.safe_load(path.read_bytes()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except _UNREADABLE as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
     if not isinstance(tree, dict):
         raise SettingsError(f"{path} does not hold a mapping of sections")
@@ -397,7 +431,7 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
         if variable.startswith(ENV_PREFIX) and separator:
             try:
                 value = yaml.safe_load(text)
-            except yaml.YAMLError as error:
+            except _UNREADABLE as error:
                 raise SettingsError(f"{variable} is not a YAML value: {error}") from error
             yield f"{section}.{key}".lower(), f"environment {variable}", value
 

@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -102,10 +101,10 @@ class Slab:
 
     @classmethod
     def create(cls, layout: SlabLayout) -> "Slab":
-        """Allocate, touch and seal a new slab. Raises SlabError with the bytes wanted when memory is short."""
-        available = available_bytes()
-        if layout.total_bytes > available:
-            raise SlabError(f"no memory for a slab of {layout.total_bytes} bytes: {available} are available")
+        """Allocate, touch and seal a new slab. Raises SlabError with the bytes wanted when the kernel says no.
+
+        Where memory is short it may kill somebody instead: `service.memory_check` compares first.
+        """
         fd = os.memfd_create("tpvision-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, layout.total_bytes)  # allocates and zeroes every page now, or fails now
@@ -143,12 +142,3 @@ class Slab:
     def _check(self, run: Run) -> None:
         if run.end > self.layout.num_patches:
             raise SlabError(f"run {run.start}..{run.end} is outside the slab's {self.layout.num_patches} rows")
-
-
-def available_bytes() -> int:
-    """What can be had without the kernel killing somebody for it, as it does rather than fail a memory file."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    container = Path("/sys/fs/cgroup/memory.max")  # cgroup v2; "max" where there is no limit
-    limit = container.read_text().strip() if container.exists() else "max"
-    return min(free_kib * 1024, int(limit)) if limit.isdigit() else free_kib * 1024

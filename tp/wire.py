@@ -26,7 +26,7 @@ from tp.settings import Settings
 from tp.slab import Run
 from tp.spec import EncoderSpec, Grid
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_PAYLOAD_BYTES = 2**20
 MAX_IMAGES_PER_BATCH = 4096
 
@@ -56,8 +56,6 @@ class Contract(BaseModel):
     spec: dict[str, Any]
     dtype: str
     rms_norm_eps: float
-    patch_capacities: list[int]
-    slab_patches: int
     resident: str
 
     def differences(self, other: "Contract") -> list[str]:
@@ -78,8 +76,6 @@ def contract_for(settings: Settings, spec: EncoderSpec, world_size: int) -> Cont
         spec=spec.as_dict(),
         dtype=settings.compute_dtype(spec),
         rms_norm_eps=settings.model.rms_norm_eps,
-        patch_capacities=list(settings.capacity.patch_capacities),
-        slab_patches=settings.slab_patches,
         resident=settings.parallel.resident,
     )
 
@@ -97,10 +93,15 @@ class Hello(Message):
 
 
 class Welcome(Message):
-    """The contract holds; the slab's descriptor travels with this message."""
+    """The contract holds; the slab's descriptor travels with this message.
+
+    Slab and tiers are the front-end's, as it was started: it may take up other tiers later, but none above their top.
+    """
 
     kind = 2
+    slab_patches: int = Field(gt=0, multiple_of=4)
     slab_bytes: int = Field(gt=0)
+    patch_capacities: list[int] = Field(min_length=1)
 
 
 class Refused(Message):
@@ -140,6 +141,8 @@ class Ready(Message):
     attention: str = ""  # the kernel, in words
     graph_tiers: list[int] = []  # tiers that run as CUDA graphs
     timings: list[Timing] = []  # where the group may choose a mode for each batch
+    warm_up_patches: int = Field(ge=4)  # of the one image that was encoded after everything was set up
+    warm_up_s: float = Field(ge=0)
 
 
 class BatchImage(BaseModel):

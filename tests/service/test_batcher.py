@@ -46,6 +46,17 @@ async def test_a_batch_is_the_longest_head_that_fits() -> None:
 
 
 @on_a_loop
+async def test_what_was_admitted_under_a_larger_top_tier_runs_alone() -> None:
+    batcher = Batcher(max_patches=64)
+    small, large, last = entry(8), entry(32), entry(4)
+    batcher.submit([small, large, last])
+    batcher.max_patches = 16
+    batches = [batcher.take() for _ in range(3)]
+    assert [list(batch.entries) for batch in batches if batch] == [[small], [large], [last]]
+    assert batcher.take() is None
+
+
+@on_a_loop
 async def test_an_unwanted_entry_is_skipped() -> None:
     batcher = Batcher(max_patches=16)
     gone, wanted = entry(8), entry(8)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from service import check
 from service.check import Checked, Encoding, check_model, check_picture
+from service.host_memory import Available
 from service.reference import read_reference, write_reference
 from tp.checkpoint import INDEX_NAME
 from tp.settings import Settings, load_settings
@@ -207,7 +208,7 @@ def test_a_gpu_without_flash_attention_is_noted(
 
 
 def test_memory_that_is_short_fails(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(check, "available", lambda: Available(1000, "so they say"))
     assert failed(found(GOLDEN / "tiny-k3-f32")) == ["memory"]
 
 

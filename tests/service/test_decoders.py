@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,9 @@ import pytest
 import uvloop
 from PIL import Image
 
+from service import decoders
 from service.body import Body, ImageBytes, VideoChunk
-from service.decoders import DecoderPool, DecoderStartError
+from service.decoders import DecoderPool, DecoderStartError, UnpackedBody
 from service.errors import (
     DecodeTimeout,
     ImageTooLarge,
@@ -34,8 +35,10 @@ from service.errors import (
     UnsupportedImage,
 )
 from service.geometry import ImagePlan, plan_image
+from service.header import ImageHeader
 from service.image import write_patches
-from tp.settings import Settings
+from service.unpack import Route
+from tp.settings import LimitSettings, Settings
 from tp.slab import Run, Slab, SlabLayout
 from tp.spec import ProcessorSpec
 
@@ -81,13 +84,30 @@ def json_body(text: bytes) -> Iterator[Body]:
         yield body
 
 
+class LimitedPool(DecoderPool):
+    """Every request comes under the limits of the pool's settings."""
+
+    def __init__(self, processor: ProcessorSpec, settings: Settings, slab: Slab) -> None:
+        super().__init__(processor, settings, slab)
+        self.limits = settings.limits
+
+    async def read_header(self, image: ImageBytes) -> ImageHeader:
+        return await super().read_header(image, self.limits)
+
+    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0) -> None:
+        await super().write_patches(image, plan, run, self.limits, frame)
+
+    async def unpack(self, body: Body, route: Route, **options: Any) -> UnpackedBody:
+        return await super().unpack(body, route, self.limits, **options)
+
+
 def run_pool(use: Use, *, processes: int = 1, loop: str = "uvloop", **limits: Any) -> None:
     """Run `use` with a started pool, and check that nothing is left when it is stopped."""
     settings = Settings.model_validate({"image": {"decode_processes": processes}, "limits": limits})
 
     async def main() -> None:
         slab = Slab.create(LAYOUT)
-        pool = DecoderPool(PROCESSOR, settings, slab)
+        pool = LimitedPool(PROCESSOR, settings, slab)
         gc.collect()  # what earlier loops and slabs still hold
         before = descriptors()
         try:
@@ -322,10 +342,24 @@ def test_process_that_cannot_start_fails_the_start(capfd: pytest.CaptureFixture[
     assert "SlabError" in capfd.readouterr().err
 
 
+def test_each_request_is_read_under_its_own_limits() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        [pid] = pool.pids
+        with stored(PICTURE) as image:
+            few = LimitSettings(max_image_pixels=80 * 50 - 1, max_body_bytes=2**20)
+            for limits in (pool.limits, few, pool.limits):
+                with nullcontext() if limits is not few else pytest.raises(ImageTooLarge):
+                    await DecoderPool.read_header(pool, image, limits)
+                (line,) = [line for line in read_proc(pid, "limits").splitlines() if line.startswith("Max data size")]
+                assert int(line.split()[3]) == decoders._max_memory_bytes(limits)
+
+    run_pool(use)
+
+
 def test_processes_ignore_the_signals_of_the_terminal_and_are_expendable() -> None:
     async def use(pool: DecoderPool, slab: Slab) -> None:
         [pid] = pool.pids
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
         with stored(PICTURE) as image:
             await pool.read_header(image)

@@ -165,4 +165,4 @@ def test_dict_survives_json() -> None:
 def test_threads_of_the_settings_count_in_scratch() -> None:
     one = plan(parallel__threads=1)
     assert plan(parallel__threads=8).scratch_bytes > one.scratch_bytes
-    assert plan_capacity(PUBLISHED_K3, load_settings().settings, threads=1) == one
+    assert plan_capacity(PUBLISHED_K3, load_settings().settings, num_cores=1) == one

@@ -39,6 +39,7 @@ class Service:
     clients: list["Client"] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    limits: LimitSettings | None = None  # reloaded ones
 
     def note_refused(self, error: ServiceError) -> str:
         self.refused.append(error.code)
@@ -127,7 +128,12 @@ def run(use: Callable[[Service], Awaitable[None]], **limits: Any) -> Service:
         service = Service()
         settings = LimitSettings(**{**PATIENT, **limits})
         table = ConnectionTable(settings.max_connections)
-        protocol: Any = partial(BoundedProtocol, limits=settings, table=table, on_refused=service.note_refused)
+        protocol: Any = partial(
+            BoundedProtocol,
+            limits=lambda: service.limits or settings,
+            table=table,
+            on_refused=service.note_refused,
+        )
         config = uvicorn.Config(
             service,
             http=protocol,

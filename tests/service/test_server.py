@@ -12,7 +12,10 @@ from tp.settings import ServerSettings, Settings, SettingsError, load_settings
 
 
 def listen(**options: object) -> list[socket.socket]:
-    return server._listen(Settings(server=ServerSettings.model_validate({"port": 0, **options})))
+    settings = Settings(server=ServerSettings.model_validate({"port": 0, **options}))
+    listeners = server._listen(settings)
+    server._warn_if_open(settings, listeners[0])
+    return listeners
 
 
 def bound(**options: object) -> list[str]:

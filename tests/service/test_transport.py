@@ -18,7 +18,7 @@ from tp.settings import load_settings
 from tp.slab import Slab, SlabLayout
 from tp.spec import PUBLISHED_K3
 
-SETTINGS = load_settings(flags={"parallel.tensor": 2, "capacity.patch_capacities": [64]}).settings
+SETTINGS = load_settings(flags={"parallel.tensor": 2}).settings
 CONTRACT = wire.contract_for(SETTINGS, PUBLISHED_K3, 2)
 LAYOUT = SlabLayout(num_patches=256, patch_bytes=588, token_bytes=16)
 BATCH = wire.Batch(batch_id=7, images=[wire.BatchImage(start=0, t=1, h=2, w=2)])
@@ -47,6 +47,7 @@ class Listening:
             contract=CONTRACT,
             num_groups=1,
             slab=self.slab,
+            patch_capacities=[16, 64],
             on_ready=self.ready.put_nowait,
             on_lost=self.lost.put_nowait,
             on_progress=lambda group, rank, progress: None,
@@ -66,9 +67,19 @@ class Listening:
             except BaseException:
                 client.close()
                 raise
-            assert welcome.slab_bytes == LAYOUT.total_bytes
+            assert (welcome.slab_patches, welcome.slab_bytes) == (LAYOUT.num_patches, LAYOUT.total_bytes)
+            assert welcome.patch_capacities == [16, 64]
             os.close(descriptor)
-            client.send(wire.Ready(device="cpu", weights_bytes=1, slab_bytes=welcome.slab_bytes, resident_bytes=1))
+            client.send(
+                wire.Ready(
+                    device="cpu",
+                    weights_bytes=1,
+                    slab_bytes=welcome.slab_bytes,
+                    resident_bytes=1,
+                    warm_up_patches=16,
+                    warm_up_s=0.1,
+                )
+            )
             return client
 
         return await asyncio.to_thread(connect)
@@ -146,12 +157,11 @@ def refused(path: Path, said: wire.Hello, *, after: wire.Hello | None = None) ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": 99}, ["protocol: 1 here, 99 there"]),
-        ({"patch_capacities": [64, 128]}, ["patch_capacities: [64] here, [64, 128] there"]),
+        ({"protocol": 99}, [f"protocol: {wire.PROTOCOL_VERSION} here, 99 there"]),
         ({"world_size": 4}, ["world_size: 2 here, 4 there"]),
         ({"dtype": "float32"}, ["dtype: 'bfloat16' here, 'float32' there"]),
         ({"spec": dataclasses.replace(PUBLISHED_K3, num_layers=3).as_dict()}, ["spec.num_layers: 27 here, 3 there"]),
-        ({"slab_patches": 8, "rms_norm_eps": 0.5}, ["slab_patches: 256 here, 8 there", "rms_norm_eps"]),
+        ({"dtype": "float16", "rms_norm_eps": 0.5}, ["dtype: 'bfloat16' here, 'float16' there", "rms_norm_eps"]),
     ],
 )
 def test_a_different_contract_is_refused_with_both_values(

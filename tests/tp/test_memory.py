@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import re
@@ -11,9 +12,19 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tp.kernels import STOCK, Kernels, OneDNNKernels
-from tp.memory import Rows, arena_rows, scratch_rows, total_bytes, weight_rows
+from tp.memory import (
+    MemoryFit,
+    MemoryShortError,
+    Rows,
+    arena_rows,
+    fit_memory,
+    scratch_rows,
+    total_bytes,
+    weight_rows,
+)
 from tp.model import MoonViT
 from tp.parallel import TPGroup
+from tp.rank import check_device_memory
 from tp.runner import Runner
 from tp.spec import PUBLISHED_K3, Dtype, Grid
 
@@ -119,3 +130,43 @@ def peak_bytes(model: MoonViT, dtype: Dtype, grids: list[Grid], trace: Path) -> 
     changes = [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
     before: int = changes[0]["Total Allocated"] - changes[0]["Bytes"]
     return max(int(change["Total Allocated"]) for change in changes) - before
+
+
+def test_what_fits_is_found_to_the_token() -> None:
+    fit = fit_memory(lambda top: 100 * top, top=64, available_bytes=2_850)
+    assert fit == MemoryFit(needed_bytes=6_400, available_bytes=2_850, largest_tier=28)
+    assert fit.missing_bytes == 3_550
+    with pytest.raises(
+        MemoryShortError, match=r"6,400 bytes are needed by it, 2,850 are there, 3,550 are missing; .* 28"
+    ):
+        fit.check("box", "by it")
+
+
+@pytest.mark.parametrize(("available_bytes", "largest"), [(399, None), (400, 4), (6_399, 60), (6_400, 64), (9_999, 64)])
+def test_the_largest_tier_is_never_over_the_one_that_was_asked_for(available_bytes: int, largest: int | None) -> None:
+    fit = fit_memory(lambda top: 100 * top, top=64, available_bytes=available_bytes)
+    assert fit.largest_tier == largest
+    with contextlib.nullcontext() if largest == 64 else pytest.raises(MemoryShortError):
+        fit.check("box", "by it")
+
+
+def test_a_forward_on_a_gpu_holds_nothing_that_only_cpus_need() -> None:
+    shape = {"num_patches": 16_384, "world_size": 2, "dtype": "bfloat16", "threads": 8}
+    on_cpu, on_gpu = (
+        scratch_rows(PUBLISHED_K3, **shape, device=device)  # type: ignore[arg-type]
+        for device in ("cpu", "cuda")
+    )
+    assert total_bytes(on_gpu) < total_bytes(on_cpu)
+    assert not {"attention tiles", "keys and values packed for AMX"} & {row.name for row in on_gpu}
+
+
+def test_a_gpu_without_room_for_the_top_tier_is_refused_with_the_numbers() -> None:
+    scratch = total_bytes(
+        scratch_rows(PUBLISHED_K3, num_patches=16_384, rank=1, world_size=2, dtype="bfloat16", device="cuda")
+    )
+    check_device_memory(PUBLISHED_K3, 16_384, free_bytes=scratch, share=(1, 2), dtype="bfloat16")
+    with pytest.raises(MemoryShortError) as caught:
+        check_device_memory(PUBLISHED_K3, 16_384, free_bytes=scratch - 1, share=(1, 2), dtype="bfloat16")
+    text = str(caught.value)
+    assert "the GPU" in text and f"{scratch:,} bytes are needed" in text and "1 are missing" in text
+    assert text.endswith("16,380 patches")

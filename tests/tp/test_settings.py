@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tp.settings import SOCKET_PATH_BYTES, Settings, SettingsError, as_environ, known_names, load_settings
+from tp.settings import (
+    RELOADABLE,
+    SOCKET_PATH_BYTES,
+    Settings,
+    SettingsError,
+    as_environ,
+    known_names,
+    load_settings,
+)
 from tp.spec import PUBLISHED_K3
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=200)
@@ -152,6 +160,21 @@ def test_other_tiers_stop_the_start_with_the_reason(value: object, reason: str) 
     message = refused(flags={"capacity.patch_capacities": value})
     assert message.startswith("capacity.patch_capacities (flag capacity.patch_capacities)")
     assert reason in message
+
+
+def test_what_can_be_reloaded_are_settings() -> None:
+    names = [name for name, _ in known_names()]
+    assert [name for name in RELOADABLE if name not in names] == []
+
+
+@pytest.mark.parametrize("text", ["a: 2020-99-99", "[" * 5000, "a: [", "\x00", "? [a]: b\n? {b}: c"])
+def test_a_file_that_is_no_yaml_is_a_settings_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=r"config.yaml cannot be read"):
+        load_settings(path)
+    with pytest.raises(SettingsError):
+        load_settings(environ={"TPVISION_SERVER__HOST": text})
 
 
 @pytest.mark.parametrize("slab_patches", [16_380, 16_386, 0, -4])

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import tp.slab
 from tp.slab import Run, Slab, SlabError, SlabLayout
 from tp.spec import PUBLISHED_K3
 
@@ -102,19 +101,6 @@ def test_a_descriptor_of_another_size_is_refused_with_both(slab: Slab) -> None:
     wrong = SlabLayout(num_patches=68, patch_bytes=588, token_bytes=256)
     with pytest.raises(SlabError, match=rf"{LAYOUT.total_bytes} bytes, but its layout needs {wrong.total_bytes}"):
         Slab.map(slab.fd, wrong)
-
-
-def test_a_slab_larger_than_memory_is_refused_before_a_page_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Asking the kernel instead ends with its killing the largest process on the machine.
-    monkeypatch.setattr(tp.slab, "available_bytes", lambda: LAYOUT.total_bytes - 1)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("allocated"))
-    with pytest.raises(SlabError, match=rf"{LAYOUT.total_bytes} bytes: {LAYOUT.total_bytes - 1} are available"):
-        Slab.create(LAYOUT)
-
-
-def test_available_memory_is_no_more_than_the_machine_has() -> None:
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < tp.slab.available_bytes() <= machine
 
 
 def test_views_outlive_the_descriptor() -> None:
