@@ -40,6 +40,7 @@ class Service:
     records: list[RequestRecord] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     limits: LimitSettings | None = None  # reloaded ones
+    tables: list[ConnectionTable] = field(default_factory=list)
 
     def note_refused(self, error: ServiceError) -> str:
         self.refused.append(error.code)
@@ -128,6 +129,7 @@ def run(use: Callable[[Service], Awaitable[None]], **limits: Any) -> Service:
         service = Service()
         settings = LimitSettings(**{**PATIENT, **limits})
         table = ConnectionTable(settings.max_connections)
+        service.tables.append(table)
         protocol: Any = partial(
             BoundedProtocol,
             limits=lambda: service.limits or settings,
@@ -509,3 +511,37 @@ def test_an_answer_is_complete_only_when_it_is_read() -> None:
             await client.reader.read(2**20)
 
     run(use)
+
+
+def test_an_open_connection_takes_other_limits_over_with_its_next_request() -> None:
+    long = request("/long", f"x-long: {'x' * 1500}")
+
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait"))
+        service.limits = LimitSettings(**PATIENT, max_header_bytes=1024)
+        service.release.set()
+        assert (await client.answer()).body == b"waited"
+        await client.send(long)
+        assert (await client.answer()).code == "headers_too_large"
+        service.limits = None
+        again = await service.connect()
+        await again.send(long)
+        assert (await again.answer()).status == 200
+
+    run(use)
+
+
+def test_fewer_connections_than_there_are_close_idle_ones_as_others_come() -> None:
+    async def use(service: Service) -> None:
+        first = [await service.connect() for _ in range(4)]
+        for client in first:
+            assert (await client.get("/here")).status == 200
+        service.tables[0].max_connections = 2
+        last = await service.connect()
+        assert (await last.get("/here")).status == 200
+        for client in first[:3]:
+            await client.wait_closed()
+        assert (await first[3].get("/here")).status == 200
+
+    run(use, max_connections=10)
