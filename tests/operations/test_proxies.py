@@ -29,7 +29,7 @@ MAX_BODY_BYTES = 64 * 2**20
 STALL_S = 4
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
 NUM_IMAGES, TOKENS, HIDDEN = 8, 256, 7168  # in float32 58,720,256 bytes, as a full tier of K3 in bfloat16
-HEADER_IMAGES = 16  # almost 7,000 bytes of geometry, the most that goes into headers
+HEADER_IMAGES = 16  # the most whose geometry goes into headers
 
 
 def write_wide_model(folder: Path) -> None:
@@ -122,7 +122,9 @@ def test_headers_full_of_geometry_come_through(proxy: Proxy) -> None:
     answer = proxy.client.post("/v1/encode", files=files, headers={"Accept": "application/octet-stream"})
     assert answer.status_code == 200, answer.text
     assert len(json.loads(answer.headers["x-tpvision-images"])) == HEADER_IMAGES
-    assert len(answer.headers["metadata"]) + len(answer.headers["x-tpvision-images"]) > 6000
+    assert (
+        len(answer.headers["metadata"]) + len(answer.headers["x-tpvision-images"]) > 5000
+    )  # nginx takes 4,096 by default
 
 
 def test_a_body_that_stalls_gets_the_services_408(proxy: Proxy) -> None:
@@ -173,10 +175,12 @@ def test_many_requests_of_one_client_at_a_time_are_refused_by_nginx(service: Run
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(lambda _: proxy.client.post("/v1/encode", content=large), range(40)))
     proxy.stop()
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert 200 in {answer.status_code for answer in answers}
-    assert refused and {error_code(answer) for answer in refused} == {"overloaded"}
-    assert {answer.headers["retry-after"] for answer in refused} == {"1"}
+    assert {200, 429} == {answer.status_code for answer in answers}
+    errors = [
+        (answer.json()["error"], answer.headers["retry-after"]) for answer in answers if answer.status_code == 429
+    ]
+    assert {error["code"] for error, _ in errors} == {"overloaded"}
+    assert {after for error, after in errors if "of one client" in error["message"]} == {"1"}
 
 
 @pytest.mark.parametrize("name", NAMES)
