@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import uvloop
 from rich.console import Console
 
+from service.bench.command import add_bench
 from service.check import check_model
 from service.check import render as render_check
 from service.demo import run_demo
@@ -325,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (fetcher, extractor):
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_check(commands)
+    add_bench(commands)
     planner = _add(commands, "plan", run_plan, shared)
     planner.add_argument("--json", action="store_true", help="machine-readable")
     config = commands.add_parser("config", help="the settings in force").add_subparsers(

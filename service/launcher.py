@@ -158,28 +158,11 @@ class GroupLauncher:
             await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     def _command(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "tp.launch", str(os.getpid())),
-            *("--standalone", "--nproc-per-node", str(self._settings.parallel.tensor), "--max-restarts", "0"),
-            *("--shutdown-timeout", str(_SHUTDOWN_GRACE_S), "--log-dir", self._folder.name),
-            *("-m", "tp.worker", "--socket", str(self._socket_path), "--group", str(self._group)),
-        ]
+        arguments = ("--socket", str(self._socket_path), "--group", str(self._group))
+        return torchrun_command(self._settings, Path(self._folder.name), "tp.worker", *arguments)
 
     def _environ(self) -> dict[str, str]:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("TPVISION_")}
-        environ |= as_environ(self._settings)
-        environ["OMP_NUM_THREADS"] = str(
-            self._settings.rank_threads(len(os.sched_getaffinity(0)))
-        )  # torchrun would set 1 and warn
-        environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder must not stand in for a module
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
-        environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
-        environ["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
-        if self._settings.parallel.device != "cpu":
-            environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-                devices_of_group(self._group, self._settings.parallel, environ.get("CUDA_VISIBLE_DEVICES"))
-            )
-        return environ
+        return {**rank_environ(self._settings, self._group), "TORCHELASTIC_ERROR_FILE": str(self._error_file)}
 
     @property
     def _error_file(self) -> Path:
@@ -195,6 +178,33 @@ class GroupLauncher:
         if name == "FatalStartError":
             return RootCause(reason, is_fatal=True)
         return RootCause(self._kill_reason or text, is_fatal=False)
+
+
+def torchrun_command(settings: Settings, log_dir: Path, module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` as every rank of one group, and ends with this process."""
+    return [
+        *(sys.executable, "-m", "tp.launch", str(os.getpid())),
+        *("--standalone", "--nproc-per-node", str(settings.parallel.tensor), "--max-restarts", "0"),
+        *("--shutdown-timeout", str(_SHUTDOWN_GRACE_S), "--log-dir", str(log_dir)),
+        *("-m", module, *arguments),
+    ]
+
+
+def rank_environ(settings: Settings, group: int) -> dict[str, str]:
+    """The environment of that command: ours, with these settings in place of any others."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TPVISION_")}
+    environ |= as_environ(settings)
+    environ["OMP_NUM_THREADS"] = str(
+        settings.rank_threads(len(os.sched_getaffinity(0)))
+    )  # torchrun would set 1 and warn
+    environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder must not stand in for a module
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
+    environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if settings.parallel.device != "cpu":
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            devices_of_group(group, settings.parallel, environ.get("CUDA_VISIBLE_DEVICES"))
+        )
+    return environ
 
 
 def devices_of_group(group: int, parallel: ParallelSettings, visible: str | None) -> list[str]:

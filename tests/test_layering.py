@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACT = {"tp.spec", "tp.modes", "tp.wire", "tp.slab", "tp.settings", "tp.memory", "tp.process", "tp.checkpoint"}
+CONTRACT = {
+    "tp.spec",
+    "tp.modes",
+    "tp.wire",
+    "tp.slab",
+    "tp.settings",
+    "tp.memory",
+    "tp.process",
+    "tp.checkpoint",
+    "tp.bench.messages",
+}
 WORKER_ONLY = {"torch", "safetensors.torch"}
 
 
@@ -112,7 +122,7 @@ def test_the_command_starts_without_the_hub_library() -> None:
 
 @pytest.mark.parametrize("package", ["service", "tp"])
 def test_init_files_are_empty(package: str) -> None:
-    assert [path.stat().st_size for path in (ROOT / package).rglob("__init__.py")] == [0]
+    assert {path.stat().st_size for path in (ROOT / package).rglob("__init__.py")} == {0}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -1,7 +1,7 @@
-"""Making a process end with its parent, so that a killed front-end or torchrun leaves nothing behind.
+"""Making a process end with its parent, so that a killed front-end or torchrun leaves nothing behind; what one holds.
 
-Linux only (`PR_SET_PDEATHSIG`, prctl(2)). The signal comes when the *thread* that started the process ends: parents
-start children from their main thread.
+Linux only (`PR_SET_PDEATHSIG`, prctl(2); /proc, proc(5)). The signal comes when the *thread* that started the process
+ends: parents start children from their main thread.
 """
 
 import ctypes
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Container
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,11 +45,25 @@ def reap_orphans(known: Container[int]) -> None:
         os.waitpid(dead.si_pid, os.WNOHANG)
 
 
-def resident_bytes() -> int:
-    """RssAnon + RssShmem of this process (proc(5)): the memory that nobody else can be made to pay for."""
-    fields = {}
-    with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123 - not a file of ours
-        for line in status:
-            name, _, value = line.partition(":")
-            fields[name] = value
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+def resident_bytes(pid: int | None = None) -> int:
+    """RssAnon + RssShmem of a process (proc(5)), this one by default: what nobody else can be made to pay for."""
+    fields = _memory_fields(pid)
+    return fields["RssAnon"] + fields["RssShmem"]
+
+
+def forget_peak(pid: int | None = None) -> None:
+    """Let `peak_resident_bytes` count from now on. Raises OSError where the kernel or a container forbids it."""
+    Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
+
+
+def peak_resident_bytes(pid: int | None = None) -> int:
+    """The most that `resident_bytes` has been, if file mappings were always as large as they are now."""
+    fields = _memory_fields(pid)
+    return fields["VmHWM"] - fields["RssFile"]
+
+
+def _memory_fields(pid: int | None) -> dict[str, int]:
+    """The sizes of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
+    sizes = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.removesuffix(":"): int(kib) * 1024 for name, kib, _ in sizes}

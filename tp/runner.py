@@ -4,7 +4,6 @@ Knows arrays and grids, not sockets or slabs; every rank of the group must call 
 tp/worker.py. CPU threads are the caller's business.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,9 +161,7 @@ class Runner:
         return times
 
     def _black_image(self, num_patches: int) -> tuple[list[Grid], list[Bytes]]:
-        tokens = num_patches // 4
-        height = max(size for size in range(1, math.isqrt(tokens) + 1) if tokens % size == 0)
-        grid = Grid(1, 2 * height, 2 * (tokens // height))
+        grid = Grid.squarest(num_patches)
         return [grid], [np.zeros((grid.num_patches, self.spec.patch_bytes), np.uint8)]
 
     def memory(self) -> RankMemory:

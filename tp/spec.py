@@ -8,6 +8,7 @@ a tower that we know (K3.1) is taken, and `model_note` says so.
 """
 
 import json
+import math
 import reprlib
 import sys
 from collections.abc import Mapping
@@ -44,6 +45,13 @@ class Grid(NamedTuple):
     t: int
     h: int
     w: int
+
+    @classmethod
+    def squarest(cls, num_patches: int) -> "Grid":
+        """The grid of an image of `num_patches` (a multiple of 4) that is as near to a square as they allow."""
+        tokens = num_patches // 4
+        height = max(size for size in range(1, math.isqrt(tokens) + 1) if tokens % size == 0)
+        return cls(1, 2 * height, 2 * (tokens // height))
 
     @property
     def num_patches(self) -> int:
@@ -150,6 +158,15 @@ class EncoderSpec:
     def attention_flops(self) -> int:
         """FLOPs a pair of patches of the same image."""
         return 4 * self.qkv_size * self.num_layers
+
+    def flops(self, num_patches: int) -> int:
+        """FLOPs of one image: its matrix products, patch embedding and projector included, and nothing else.
+
+        For K3, 2 n (588 x 1024) + 27 x 2 n (1024 x 4608 + 1536 x 1024 + 2 x 1024 x 4096) + 27 x 4 x 1536 n^2 +
+        2 (n / 4) (4096^2 + 4096 x 7168): 1.01 TFLOP at 1,024 patches, 6.13 at 4,096, 57.9 at 16,384. Several images
+        add up; the frames of a video chunk count as one image (but project fewer tokens).
+        """
+        return num_patches * self.linear_flops + num_patches**2 * self.attention_flops
 
     def cost(self, num_patches: int) -> float:
         """Work of one image in patch equivalents: n + n^2 / k, with k the ratio of the two rates above.

@@ -1,16 +1,14 @@
 import contextlib
-import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from goldens import GOLDEN, MANIFEST, MODELS, spec_of
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from tp.bench.allocated import peak_allocated_bytes
 from tp.kernels import STOCK, Kernels, OneDNNKernels
 from tp.memory import (
     MemoryFit,
@@ -28,6 +26,7 @@ from tp.rank import check_device_memory
 from tp.runner import Runner
 from tp.spec import PUBLISHED_K3, Dtype, Grid
 
+CPU = torch.device("cpu")
 WIDE = {"num_layers": 2, "hidden_size": 256, "qkv_size": 384, "mlp_size": 1024, "text_hidden_size": 1792}
 
 
@@ -104,13 +103,13 @@ def test_scratch_grows_with_patches_and_shrinks_with_ranks() -> None:
         [Grid(4, 2, 2)],
     ],
 )
-def test_scratch_bounds_the_measured_peak(  # noqa: PLR0917  (a matrix of cases)
-    model: str, dtype: Dtype, world_size: int, grids: list[Grid], kernels: Kernels, tmp_path: Path
+def test_scratch_bounds_the_measured_peak(
+    model: str, dtype: Dtype, world_size: int, grids: list[Grid], kernels: Kernels
 ) -> None:
     spec = replace(spec_of(model), **WIDE)
     num_patches = sum(grid.num_patches for grid in grids)
-    group = LoneRank(rank=0, world_size=world_size, device=torch.device("cpu"))
-    measured = peak_bytes(MoonViT(spec, group, kernels=kernels), dtype, grids, tmp_path / "trace.json")
+    group = LoneRank(rank=0, world_size=world_size, device=CPU)
+    measured = peak_bytes(MoonViT(spec, group, kernels=kernels), dtype, grids)
     bound = total_bytes(
         scratch_rows(spec, num_patches=num_patches, world_size=world_size, dtype=dtype, threads=torch.get_num_threads())
     )
@@ -119,17 +118,14 @@ def test_scratch_bounds_the_measured_peak(  # noqa: PLR0917  (a matrix of cases)
         assert bound < 1.6 * measured
 
 
-def peak_bytes(model: MoonViT, dtype: Dtype, grids: list[Grid], trace: Path) -> int:
+def peak_bytes(model: MoonViT, dtype: Dtype, grids: list[Grid]) -> int:
     """What a forward allocates at most, its pixels included, by torch's own count."""
     state = {name: torch.full(p.shape, 0.01, dtype=getattr(torch, dtype)) for name, p in model.named_parameters()}
     model.load_state_dict(state, assign=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model(torch.zeros(sum(grid.num_patches for grid in grids), model.spec.patch_bytes, dtype=torch.uint8), grids)
-    profiled.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    changes = [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
-    before: int = changes[0]["Total Allocated"] - changes[0]["Bytes"]
-    return max(int(change["Total Allocated"]) for change in changes) - before
+    num_patches = sum(grid.num_patches for grid in grids)
+    return peak_allocated_bytes(
+        lambda: model(torch.zeros(num_patches, model.spec.patch_bytes, dtype=torch.uint8), grids), CPU
+    )
 
 
 def test_what_fits_is_found_to_the_token() -> None:

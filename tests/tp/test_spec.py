@@ -370,3 +370,22 @@ def test_as_dict_is_plain_json() -> None:
     value = PUBLISHED_K3.as_dict()
     assert json.loads(json.dumps(value)) == value
     assert value["processor"]["background"]["pattern"] == "chessboard"
+
+
+@pytest.mark.parametrize(
+    ("num_patches", "tflops"), [(256, 0.220), (1024, 1.011), (4096, 6.130), (16_384, 57.92), (65_536, 766.0)]
+)
+def test_flops_of_published_k3(num_patches: int, tflops: float) -> None:
+    assert PUBLISHED_K3.flops(num_patches) / 1e12 == pytest.approx(tflops, rel=2e-3)
+
+
+def test_flops_are_the_matrix_products_alone() -> None:
+    blocks = 792_723_456  # 27 x 2 x (1024 x 4608 + 1536 x 1024 + 2 x 1024 x 4096)
+    patch_embedding, projector, attention = 2 * 588 * 1024, 23_068_672, 165_888
+    assert PUBLISHED_K3.flops(1024) == 1024 * (blocks + patch_embedding + projector) + 1024**2 * attention
+
+
+def test_the_squarest_grid_of_a_count() -> None:
+    assert Grid.squarest(1024) == (1, 32, 32)
+    assert Grid.squarest(24) == (1, 4, 6)
+    assert Grid.squarest(28) == (1, 2, 14)  # 7 tokens

@@ -1,0 +1,464 @@
+"""`tpvision bench tower`: how fast the encoder is, against this machine's matrix product and against stock torch.
+
+    start all contenders -> for each batch: warm up, then rounds of one run a contender -> a row for each
+
+All contenders stay loaded and are run in turn, so that a machine that slows down slows all of them. A run is as many
+forwards as fill `run_s` (the kernel counts CPU in hundredths of a second); a time is the median of its rounds. The
+baseline is one process with all threads and nothing but stock torch. The ranks are `tp.bench.rank`, in torchrun groups
+as a service has them.
+"""
+
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from service.bench.report import BenchError, Column, Header, Report, number
+from service.bench.usage import Watched, undisturbed
+from service.launcher import rank_environ, torchrun_command
+from tp.bench.messages import Command, Forward, Hello, Products, Ran, Rates
+from tp.checkpoint import check_tensors, read_vision_tensors
+from tp.settings import Settings
+from tp.spec import EncoderSpec, check_world_size, read_spec
+
+BASELINE = "stock torch"
+_PROBE_PATCHES = 256
+_LONG_S = 30.0  # a forward that will take longer is run once, without warm-up
+_PRODUCT_SHARE = 0.3  # of a run, for each of a block's four matrix products in every round
+_START_TIMEOUT_S = 600.0
+_POLL_S = 0.5
+_LAST_WORDS_S = 10.0  # for torchrun to say why a rank failed
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to run the encoder. `copies` groups each take an equal part of a batch's images."""
+
+    name: str
+    settings: Settings
+    copies: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one group."""
+        return self.settings.parallel.tensor
+
+    def takes(self, patches: Sequence[int]) -> bool:
+        """Whether the batch can be split over the copies."""
+        return len(patches) % self.copies == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender on one batch of equal images. Times are of one forward; rates are FLOP/s."""
+
+    batch: str
+    contender: str
+    world_size: int
+    copies: int
+    threads: int
+    dtype: str
+    num_images: int
+    patches: int  # of one image
+    seconds: float
+    fastest_s: float
+    slowest_s: float
+    num_forwards: int  # in a run
+    num_rounds: int
+    flops: int
+    product_rate: float  # the best of a block's four matrix products, in the same rounds
+    product_rates: dict[str, float]
+    baseline_s: float | None
+    predicted_s: float  # the contender's first batch, scaled by the formula
+    weights_bytes: int  # of the largest rank, as are the next two
+    peak_growth_bytes: int | None  # RssAnon + RssShmem over what it held before its first forward
+    torch_peak_bytes: int | None  # tensors, as torch counts them
+    others_share: float  # CPU of others, in the most disturbed round
+    is_disturbed: bool
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s by the formula of `EncoderSpec.flops`."""
+        return self.flops / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the rate over that of the best matrix product."""
+        return self.rate / self.product_rate
+
+    @property
+    def images_per_s(self) -> float:
+        """Images a second."""
+        return self.num_images / self.seconds
+
+    @property
+    def speedup(self) -> float | None:
+        """Over the baseline."""
+        return None if self.baseline_s is None else self.baseline_s / self.seconds
+
+    @property
+    def mark(self) -> str:
+        """What a reader must know of the row."""
+        return "disturbed" if self.is_disturbed else ""
+
+
+COLUMNS = (
+    Column("batch", "batch"),
+    Column("contender", "contender"),
+    Column("world_size"),
+    Column("copies"),
+    Column("threads"),
+    Column("dtype"),
+    Column("num_images"),
+    Column("patches"),
+    Column("seconds", "s", number("{:.4g}")),
+    Column("predicted_s", "formula", number("{:.4g}")),
+    Column("fastest_s"),
+    Column("slowest_s"),
+    Column("num_forwards"),
+    Column("num_rounds", "rounds"),
+    Column("flops"),
+    Column("rate", "GFLOP/s", number("{:.1f}", 1e9)),
+    Column("product_rate", "GEMM", number("{:.1f}", 1e9)),
+    Column("product_rates"),
+    Column("mfu", "MFU", number("{:.1%}")),
+    Column("images_per_s", "images/s", number("{:.3g}")),
+    Column("speedup", "x stock", number("{:.2f}")),
+    Column("baseline_s"),
+    Column("weights_bytes"),
+    Column("peak_growth_bytes", "peak MB", number("{:,.0f}", 1e6)),
+    Column("torch_peak_bytes", "tensors MB", number("{:,.0f}", 1e6)),
+    Column("others_share", "others", number("{:.1%}")),
+    Column("is_disturbed"),
+    Column("mark", "", in_json=False),
+)
+_NOTES = (
+    "s: median time of one forward; formula: the contender's first batch scaled by FLOPs; GEMM: the best of a block's "
+    "four matrix products at that many patches, all threads, in the same rounds; MFU: GFLOP/s over GEMM.",
+    "peak MB: growth of the largest rank's private and shared memory over what it held with its weights; tensors MB: "
+    "the same as torch counts it; others: CPU that other processes used.",
+)
+
+
+def contenders(settings: Settings, world_sizes: Sequence[int], num_cores: int) -> list[Contender]:
+    """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow."""
+    spec = _spec_of(settings)
+    ours = []
+    for size in world_sizes:
+        check_world_size(spec, size)
+        ours.append(Contender(f"{size} rank{'s' if size > 1 else ''}", _with(settings, size, num_cores // size)))
+    return [Contender(BASELINE, _with(settings, 1, num_cores)), *ours]
+
+
+def bench_tower(
+    settings: Settings,
+    batches: Sequence[Sequence[int]],
+    world_sizes: Sequence[int],
+    *,
+    rounds: int,
+    run_s: float,
+    times_baseline: bool = True,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Report:
+    """Time the encoder of `settings.model.path` on every batch (patches of its images), in the given order.
+
+    Raises SpecError, CheckpointError, or BenchError when a rank cannot be started or ends.
+    """
+    header = Header.of_this_machine()
+    spec = _spec_of(settings)
+    assert settings.model.path is not None
+    check_tensors(spec, read_vision_tensors(settings.model.path, spec))
+    with contextlib.ExitStack() as stack:
+        entrants = []
+        for contender in contenders(settings, world_sizes, len(os.sched_getaffinity(0))):
+            on_step(f"starting {contender.name}")
+            entrants.append(stack.enter_context(_entered(contender)))
+        race = _Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline)
+        for patches in batches:
+            on_step(f"timing {label(patches)} patches")
+            race.run(patches)
+        on_step("counting tensors")
+        rows = race.rows()
+    return Report("tpvision bench tower", header, COLUMNS, rows, _NOTES)
+
+
+def label(patches: Sequence[int]) -> str:
+    """A batch of equal images, in words."""
+    return f"{patches[0]:,}" if len(patches) == 1 else f"{len(patches)} x {patches[0]:,}"
+
+
+class _Race:
+    """Runs every batch on every contender in turn, and keeps what they took."""
+
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        entrants: Sequence["Entrant"],
+        *,
+        rounds: int,
+        run_s: float,
+        times_baseline: bool,
+    ) -> None:
+        self._spec = spec
+        self._multiplier = entrants[0]  # one process with all threads
+        self._entrants = entrants if times_baseline else entrants[1:]
+        self._rounds = rounds
+        self._run_s = run_s
+        self._results: list[_Result] = []
+        for entrant in self._entrants:
+            probe = [_PROBE_PATCHES] * entrant.contender.copies
+            entrant.warm_up(probe, self._flops(probe))
+
+    def run(self, patches: Sequence[int]) -> None:
+        """Time one batch."""
+        flops = self._flops(patches)
+        entrants = [entrant for entrant in self._entrants if entrant.contender.takes(patches)]
+        is_long = any(flops / entrant.rate > _LONG_S for entrant in entrants)
+        if not is_long:
+            for entrant in entrants:
+                entrant.warm_up(patches, flops)
+        products: list[Rates] = []
+        laps: dict[str, list[Watched[Lap]]] = {entrant.contender.name: [] for entrant in entrants}
+        for _ in range(1 if is_long else self._rounds):
+            products.append(
+                undisturbed(partial(self._multiplier.multiply, patches[0], _PRODUCT_SHARE * self._run_s)).result
+            )
+            for entrant in entrants:
+                laps[entrant.contender.name].append(undisturbed(partial(entrant.lap, patches, flops, self._run_s)))
+        for entrant in entrants:
+            result = _Result(entrant, patches, flops, laps[entrant.contender.name], products, is_long)
+            entrant.rate = flops / result.seconds
+            self._results.append(result)
+
+    def rows(self) -> list[Row]:
+        """One for each batch and contender. Tensors are counted only now: the profiler leaves memory of its own."""
+        firsts: dict[str, _Result] = {}
+        baselines = {tuple(result.patches): result.seconds for result in self._results if result.name == BASELINE}
+        rows = []
+        for result in self._results:
+            first = firsts.setdefault(result.name, result)
+            rows.append(result.row(first, baselines.get(tuple(result.patches))))
+        return rows
+
+    def _flops(self, patches: Sequence[int]) -> int:
+        return sum(map(self._spec.flops, patches))
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One run of one contender: seconds of a forward, and the growth of its largest rank."""
+
+    seconds: float
+    num_forwards: int
+    peak_growth_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """All laps of one contender on one batch, and the matrix products between them."""
+
+    entrant: "Entrant"
+    patches: Sequence[int]
+    flops: int
+    laps: Sequence[Watched[Lap]]
+    products: Sequence[Rates]
+    is_long: bool
+
+    @property
+    def name(self) -> str:
+        return self.entrant.contender.name
+
+    @property
+    def seconds(self) -> float:
+        return median(lap.result.seconds for lap in self.laps)
+
+    def row(self, first: "_Result", baseline_s: float | None) -> Row:
+        contender = self.entrant.contender
+        hellos = [rank.hello for rank in self.entrant.ranks]
+        seconds = [lap.result.seconds for lap in self.laps]
+        growths = [lap.result.peak_growth_bytes for lap in self.laps]
+        return Row(
+            batch=label(self.patches),
+            contender=contender.name,
+            world_size=contender.world_size,
+            copies=contender.copies,
+            threads=hellos[0].threads,
+            dtype=contender.settings.compute_dtype(_spec_of(contender.settings)),
+            num_images=len(self.patches),
+            patches=self.patches[0],
+            seconds=self.seconds,
+            fastest_s=min(seconds),
+            slowest_s=max(seconds),
+            num_forwards=self.laps[0].result.num_forwards,
+            num_rounds=len(self.laps),
+            flops=self.flops,
+            product_rate=median(rates.best for rates in self.products),
+            product_rates={
+                name: median(rates.flops_per_s[name] for rates in self.products)
+                for name in self.products[0].flops_per_s
+            },
+            baseline_s=baseline_s,
+            predicted_s=first.seconds * self.flops / first.flops,
+            weights_bytes=max(hello.weights_bytes for hello in hellos),
+            peak_growth_bytes=_largest(growths),
+            torch_peak_bytes=None if self.is_long else self.entrant.count_tensors(self.patches),
+            others_share=max(lap.others_share for lap in self.laps),
+            is_disturbed=any(lap.is_disturbed for lap in self.laps),
+        )
+
+
+class Entrant:
+    """A contender whose ranks are loaded and wait. `rate` is its latest, in FLOP/s."""
+
+    def __init__(self, contender: Contender, groups: Sequence[Sequence["_Rank"]]) -> None:
+        self.contender = contender
+        self.ranks = [rank for group in groups for rank in group]
+        self.rate = 0.0
+        self._groups = groups
+
+    def warm_up(self, patches: Sequence[int], flops: int) -> None:
+        """Run the batch once, for its rate."""
+        self.rate = flops / _span_s(self._forward(patches))
+
+    def lap(self, patches: Sequence[int], flops: int, run_s: float) -> Lap:
+        """Run the batch as often as fills `run_s`."""
+        times = math.ceil(run_s * self.rate / flops)
+        ran = self._forward(patches, times=times)
+        held = [rank.hello.resident_bytes for rank in self.ranks]
+        growths = [
+            None if one.peak_bytes is None else one.peak_bytes - before for one, before in zip(ran, held, strict=True)
+        ]
+        return Lap(_span_s(ran) / times, times, _largest(growths))
+
+    def count_tensors(self, patches: Sequence[int]) -> int | None:
+        """The most bytes of tensors that a rank holds beside its weights."""
+        return _largest([ran.torch_peak_bytes for ran in self._forward(patches, counts_memory=True)])
+
+    def multiply(self, patches: int, seconds: float) -> Rates:
+        """A block's matrix products in the first rank, each for so long."""
+        rank = self.ranks[0]
+        rank.send(Products(patches=patches, seconds=seconds))
+        return Rates.model_validate_json(rank.receive())
+
+    def _forward(self, patches: Sequence[int], *, times: int = 1, counts_memory: bool = False) -> list[Ran]:
+        """Run the batch on all copies at once; what each rank says."""
+        size = len(patches) // len(self._groups)
+        for index, group in enumerate(self._groups):
+            part = tuple(patches[index * size : (index + 1) * size])
+            for rank in group:
+                rank.send(Forward(patches=part, times=times, counts_memory=counts_memory))
+        return [Ran.model_validate_json(rank.receive()) for rank in self.ranks]
+
+
+class _Rank:
+    """Our end of the socket to one rank."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self._name = name
+        self._lines = connection.makefile("rw")
+        self.hello = Hello.model_validate_json(self.receive())
+
+    def send(self, command: Command) -> None:
+        try:
+            print(command.model_dump_json(), file=self._lines, flush=True)
+        except OSError as error:
+            raise BenchError(f"a rank of {self._name} is gone") from error
+
+    def receive(self) -> str:
+        line = self._lines.readline()
+        if not line:
+            raise BenchError(f"a rank of {self._name} ended")
+        return line
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+@contextlib.contextmanager
+def _entered(contender: Contender) -> Iterator[Entrant]:
+    """Start the contender's groups; end them afterwards. Raises BenchError when one does not start."""
+    with contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(_started(contender)) for _ in range(contender.copies)]
+        yield Entrant(contender, groups)
+
+
+@contextlib.contextmanager
+def _started(contender: Contender) -> Iterator[list[_Rank]]:
+    """One torchrun group, with the ranks in their order."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpvision-bench-")))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        command = torchrun_command(contender.settings, folder, "tp.bench.rank", "--socket", str(folder / "socket"))
+        process = stack.enter_context(_running(command, rank_environ(contender.settings, 0)))
+        ranks = []
+        for _ in range(contender.world_size):
+            connection = stack.enter_context(_accept(listener, process, contender.name))
+            ranks.append(_Rank(connection, contender.name))
+            stack.callback(ranks[-1].close)
+        yield sorted(ranks, key=lambda rank: rank.hello.rank)
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has its sockets closed by then, and so ends by itself; or is ended."""
+    process = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield process
+    except KeyboardInterrupt:
+        process.kill()
+        raise
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_WORDS_S)
+        process.kill()  # its ranks die with it
+        process.wait()
+
+
+def _accept(listener: socket.socket, process: subprocess.Popen[bytes], name: str) -> socket.socket:
+    listener.settimeout(_POLL_S)
+    for _ in range(round(_START_TIMEOUT_S / _POLL_S)):
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            connection.setblocking(True)
+            return connection
+        if process.poll() is not None:
+            raise BenchError(f"{name} did not start: torchrun ended with status {process.returncode}")
+    raise BenchError(f"{name} did not start within {_START_TIMEOUT_S:g} s")
+
+
+def _span_s(ran: Sequence[Ran]) -> float:
+    """From the first rank's start to the last one's end."""
+    return max(one.ended_s for one in ran) - min(one.started_s for one in ran)
+
+
+def _largest(sizes: Sequence[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return max(known, default=None)
+
+
+def _spec_of(settings: Settings) -> EncoderSpec:
+    assert settings.model.path is not None, "the command names a folder"
+    return read_spec(settings.model.path)
+
+
+def _with(settings: Settings, world_size: int, threads: int) -> Settings:
+    """For one group of so many ranks, each with so many threads."""
+    changes = {
+        "tensor": world_size,
+        "groups": 1,
+        "workers": "managed",
+        "socket": None,
+        "threads": max(1, threads),
+    }
+    return settings.model_copy(update={"parallel": settings.parallel.model_copy(update=changes)})

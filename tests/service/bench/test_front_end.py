@@ -1,0 +1,29 @@
+"""`tpvision bench front-end` runs to its end; what its figures are is for a quiet machine to say."""
+
+import json
+import subprocess
+
+from running import COMMAND, ROOT
+
+
+def test_every_figure_is_there() -> None:
+    command = [*COMMAND, "bench", "front-end", "--seconds", "0.3", "--json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = {row["what"]: row for row in json.loads(ended.stdout)["rows"]}
+    assert {(row["target"], row["target_is"], row["unit"]) for row in rows.values() if row["target"]} == {
+        (1.25, "at most", "ms"),
+        (1.8, "at least", "images/s"),
+        (1.5, "at most", "ms"),
+        (1.5, "at most", "MB"),
+        (1, "at least", "requests"),
+        (3, "at most", "ms"),
+    }
+    decoding = [row for what, row in rows.items() if what.startswith("CPU from body to rows")]
+    assert [row["details"]["patches"] for row in decoding] == [3300, 16_372, 61_776]
+    large = rows["rows to last byte, 58.7 MB of octet-stream"]
+    assert large["reference"] > 0 and large["details"]["copy_to_touched_memory_ms"] > 0
+    assert rows["front-end memory for it, safetensors"]["value"] > 50  # the one copy
+    for row in rows.values():
+        assert row["value"] > 0
+        assert row["details"].get("statuses", {"200": 1}).keys() == {"200"}, row

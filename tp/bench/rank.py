@@ -1,0 +1,138 @@
+"""One rank of a benchmark: loads its encoder once, then runs what it is told, alone or with its group.
+
+`service.bench.tower` starts it with torchrun, one group a contender, and keeps all of them loaded: a rank waits for its
+next command in a socket and takes no CPU meanwhile. It runs the same `Runner` as a rank that serves.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from tp.attention import describe_kernel
+from tp.bench.allocated import peak_allocated_bytes
+from tp.bench.messages import COMMAND, Forward, Hello, Products, Ran, Rates
+from tp.bench.products import product_rates
+from tp.parallel import TPGroup
+from tp.process import PARENT_VARIABLE, die_with_parent, forget_peak, peak_resident_bytes, resident_bytes
+from tp.rank import choose_device
+from tp.runner import Bytes, Runner
+from tp.settings import load_settings
+from tp.spec import ITEMSIZE, Grid, read_spec
+from tp.weights import TORCH_DTYPES
+
+
+@record
+def main() -> None:
+    """Load, say hello, and answer commands until the socket ends."""
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the benchmark, which hangs up
+    parser = argparse.ArgumentParser(description="One rank of `tpvision bench tower`; started by torchrun.")
+    parser.add_argument("--socket", type=Path, required=True, help="the benchmark's socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(parser.parse_args().socket))
+        lines = connection.makefile("rw")
+        rank = BenchRank()
+        print(rank.hello().model_dump_json(), file=lines, flush=True)
+        for line in lines:
+            print(rank.answer(line).model_dump_json(), file=lines, flush=True)
+    os._exit(0)  # as tp.rank does
+
+
+class BenchRank:
+    """A loaded encoder and the commands it understands. Settings come by environment, like a serving rank's."""
+
+    def __init__(self) -> None:
+        settings = load_settings(environ=os.environ).settings
+        assert settings.model.path is not None, "the benchmark names the model"
+        self._images: dict[int, tuple[Grid, Bytes, Bytes]] = {}
+        self._spec = read_spec(settings.model.path)
+        self._dtype = settings.compute_dtype(self._spec)
+        device = choose_device(settings)
+        if device.type == "cpu" and settings.parallel.threads is not None:
+            torch.set_num_threads(settings.parallel.threads)
+        self._group = TPGroup.from_environment(device, timeout_s=settings.collective_timeout_s)
+        self._runner = Runner.load(
+            settings.model.path,
+            self._spec,
+            dtype=self._dtype,
+            rms_norm_eps=settings.model.rms_norm_eps,
+            group=self._group,
+        )
+
+    def hello(self) -> Hello:
+        """Who this is, and what it holds before its first forward."""
+        device = self._group.device
+        return Hello(
+            rank=self._group.rank,
+            pid=os.getpid(),
+            device=str(device),
+            threads=torch.get_num_threads(),
+            weights_bytes=self._runner.memory().weights_bytes,
+            resident_bytes=resident_bytes(),
+            attention=describe_kernel(device, TORCH_DTYPES[self._dtype], self._spec.head_dim),
+        )
+
+    def answer(self, line: str) -> Ran | Rates:
+        """Do what the line says."""
+        command = COMMAND.validate_json(line)
+        return self._multiply(command) if isinstance(command, Products) else self._forward(command)
+
+    def _forward(self, command: Forward) -> Ran:
+        images = [self._image(patches) for patches in command.patches]
+        grids, pixels, outputs = (list(column) for column in zip(*images, strict=True))
+        encode = partial(self._runner.encode, grids, pixels, outputs if self._group.rank == 0 else None)
+        torch_peak_bytes = peak_allocated_bytes(encode, self._group.device) if command.counts_memory else None
+        can_peak = _forget_peak()
+        started_s = time.monotonic()
+        for _ in range(command.times):
+            encode()
+        return Ran(
+            started_s=started_s,
+            ended_s=time.monotonic(),
+            peak_bytes=peak_resident_bytes() - self._images_bytes if can_peak else None,
+            torch_peak_bytes=torch_peak_bytes,
+        )
+
+    def _image(self, num_patches: int) -> tuple[Grid, Bytes, Bytes]:
+        """Grid, pixels and room for the tokens of a noisy image; a service has the last two in its slab."""
+        if num_patches not in self._images:
+            grid = Grid.squarest(num_patches)
+            shape = (grid.num_tokens, self._spec.text_hidden_size * ITEMSIZE[self._dtype])
+            pixels = np.random.default_rng(0).integers(0, 256, (num_patches, self._spec.patch_bytes), np.uint8)
+            self._images[num_patches] = grid, pixels, np.full(shape, 255, np.uint8)
+        return self._images[num_patches]
+
+    @property
+    def _images_bytes(self) -> int:
+        return sum(pixels.nbytes + output.nbytes for _, pixels, output in self._images.values())
+
+    def _multiply(self, command: Products) -> Rates:
+        rates = product_rates(
+            self._spec,
+            num_patches=command.patches,
+            dtype=TORCH_DTYPES[self._dtype],
+            device=self._group.device,
+            seconds=command.seconds,
+        )
+        return Rates(flops_per_s=rates)
+
+
+def _forget_peak() -> bool:
+    """Whether this process's peak can be measured from here on."""
+    try:
+        forget_peak()
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
