@@ -139,8 +139,8 @@ def test_no_module_is_called_after_nothing(name: str) -> None:
 
 def test_readme_lists_every_module() -> None:
     readme = (ROOT / "README.md").read_text()
-    names = [path.name for path in MODULES.values()]
-    assert [name for name in names if not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", readme)] == []
+    paths = [path.relative_to(ROOT).as_posix() for path in MODULES.values()]
+    assert [path for path in paths if f"\n| `{path}` | " not in readme] == []
 
 
 def test_modules_are_found_where_they_are_run_from() -> None:

@@ -12,6 +12,7 @@ nothing, and the front-end cannot tell.
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -34,7 +35,7 @@ from service.bench.load import Outcome
 from service.bench.pictures import jpeg
 from service.bench.report import BenchError, Header, Report, quantile
 from service.bench.served import Served
-from service.bench.usage import Watched, cpu_s, undisturbed
+from service.bench.usage import Watched, cpu_s, undisturbed, worst
 from service.body import Body
 from service.decoders import DecoderPool
 from service.demo_model import demo_config, demo_preprocessor_config, write_demo_model
@@ -161,8 +162,8 @@ def _cpu_of_decoding(decoding: _Decoding, plan: ImagePlan, seconds: float) -> Fi
         reference=1000 * median(run.result for run in bare),
         reference_what="bare Pillow",
         target=1.25,
-        others_share=max(run.others_share for run in (*ours, *bare)),
-        is_disturbed=any(run.is_disturbed for run in (*ours, *bare)),
+        others_share=worst([*ours, *bare]).others_share,
+        is_disturbed=worst([*ours, *bare]).is_disturbed,
         details={"jpeg_bytes": len(picture), "patches": plan.patches},
     )
 
@@ -185,8 +186,8 @@ def _scaling(decoding: _Decoding, seconds: float) -> Finding:
         reference_what="one at a time",
         target=1.8,
         target_is="at least",
-        others_share=max(run.others_share for those in runs.values() for run in those),
-        is_disturbed=any(run.is_disturbed for those in runs.values() for run in those),
+        others_share=worst(itertools.chain(*runs.values())).others_share,
+        is_disturbed=worst(itertools.chain(*runs.values())).is_disturbed,
     )
 
 

@@ -102,15 +102,14 @@ class Report:
     def render(self) -> RenderableType:
         """The table, between the header and the notes."""
         shown = [column for column in self.columns if column.heading is not None]
-        lines = [[column.cell(row) for column in shown] for row in self.rows]
-        headings = [str(column.heading) for column in shown]
-        if not self.is_upright:
-            first, *rest = headings
-            transposed = [list(line) for line in zip(rest, *(line[1:] for line in lines), strict=True)]
-            headings, lines = [first, *(line[0] for line in lines)], transposed
+        cells = [
+            [str(column.heading) for column in shown],
+            *([column.cell(row) for column in shown] for row in self.rows),
+        ]
+        headings, *lines = cells if self.is_upright else zip(*cells, strict=True)
         table = Table(title=self.title)
         for heading in headings:
-            table.add_column(escape(heading), overflow="fold", justify="left" if heading == headings[0] else "right")
+            table.add_column(escape(heading), overflow="fold")
         for line in lines:
             table.add_row(*map(escape, line))
         return Group(escape(self.header.sentence()), table, *map(escape, self.notes))

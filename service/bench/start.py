@@ -22,7 +22,7 @@ from service.bench.load import parse_stages
 from service.bench.pictures import jpeg
 from service.bench.report import BenchError, Header, Report
 from service.bench.served import Served
-from service.bench.usage import Watched, undisturbed
+from service.bench.usage import Watched, undisturbed, worst
 from service.launcher import rank_environ, torchrun_command
 from tp.checkpoint import read_vision_tensors
 from tp.settings import Settings
@@ -52,8 +52,7 @@ def bench_start(settings: Settings, *, rounds: int, on_step: Callable[[str], Non
     }
     bare_s, read_s, forward_s = least.values()
     reference_s = bare_s + _READS * read_s + forward_s
-    is_disturbed = any(run.is_disturbed for run in (*bare, *reads, *starts))
-    others_share = max(run.others_share for run in (*bare, *reads, *starts))
+    noise = worst([*bare, *reads, *starts])
     measured = {
         "start to ready": median(start.result.ready_s for start in starts),
         "killed rank to ready": median(start.result.again_s for start in starts),
@@ -68,8 +67,8 @@ def bench_start(settings: Settings, *, rounds: int, on_step: Callable[[str], Non
                 reference=reference_s,
                 reference_what=f"bare group + {_READS} x reading + forward",
                 target=_TARGET,
-                others_share=others_share,
-                is_disturbed=is_disturbed,
+                others_share=noise.others_share,
+                is_disturbed=noise.is_disturbed,
             )
             for what, seconds in measured.items()
         ),

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from service.bench.report import BenchError, Column, Header, Report, number
-from service.bench.usage import Watched, undisturbed
+from service.bench.usage import Watched, undisturbed, worst
 from service.launcher import rank_environ, torchrun_command
 from tp.bench.messages import Command, Forward, Hello, Products, Ran, Rates
 from tp.checkpoint import check_tensors, read_vision_tensors
@@ -34,6 +34,7 @@ _LONG_S = 30.0  # a forward that will take longer is run once, without warm-up
 _PRODUCT_SHARE = 0.3  # of a run, for each of a block's four matrix products in every round
 _START_TIMEOUT_S = 600.0
 _POLL_S = 0.5
+_QUIET_PROFILER = {"KINETO_LOG_LEVEL": "99"}  # torch's writes lines of its own to standard error
 _LAST_WORDS_S = 10.0  # for torchrun to say why a rank failed
 
 
@@ -309,8 +310,8 @@ class _Result:
             weights_bytes=max(hello.weights_bytes for hello in hellos),
             peak_growth_bytes=_largest(growths),
             torch_peak_bytes=None if self.is_long else self.entrant.count_tensors(self.patches),
-            others_share=max(lap.others_share for lap in self.laps),
-            is_disturbed=any(lap.is_disturbed for lap in self.laps),
+            others_share=worst(self.laps).others_share,
+            is_disturbed=worst(self.laps).is_disturbed,
         )
 
 
@@ -398,7 +399,8 @@ def _started(contender: Contender) -> Iterator[list[_Rank]]:
         listener.bind(str(folder / "socket"))
         listener.listen()
         command = torchrun_command(contender.settings, folder, "tp.bench.rank", "--socket", str(folder / "socket"))
-        process = stack.enter_context(_running(command, rank_environ(contender.settings, 0)))
+        environ = {**rank_environ(contender.settings, 0), **_QUIET_PROFILER}
+        process = stack.enter_context(_running(command, environ))
         ranks = []
         for _ in range(contender.world_size):
             connection = stack.enter_context(_accept(listener, process, contender.name))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 MAX_OTHERS_SHARE = 0.05  # of the machine; a run in which others used more is repeated,
 MAX_REPEATS = 3  # so many times, and then marked
@@ -75,6 +75,11 @@ def undisturbed(run: Callable[[], Result], watch: Callable[[], CpuWatch] = CpuWa
         runs.append(Watched(result, watching.others_share(), len(runs) + 1))
     best = min(runs, key=lambda watched: watched.others_share)
     return Watched(best.result, best.others_share, len(runs))
+
+
+def worst(runs: Iterable[Watched[Any]]) -> Watched[Any]:
+    """The most disturbed of several."""
+    return max(runs, key=lambda watched: watched.others_share)
 
 
 def _own_s() -> float:

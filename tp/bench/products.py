@@ -34,7 +34,8 @@ def product_rates(
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Product]:
     """F.linear, and oneDNN itself where F.linear leaves float32 to another library."""
     yield F.linear
-    if device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if device.type == "cpu" and dtype == torch.float32 and has_onednn:
         yield lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 

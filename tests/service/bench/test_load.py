@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from running import ROOT
 
 from service.bench.load import FAILED, Load, Picture, Plan, arrivals, parse_stages, run
@@ -62,7 +63,8 @@ def load_of(plan: Plan, handler: Handler, **changes: object) -> Load:
             await asyncio.wait_for(asyncio.gather(*handled), 10)
             return load
 
-    return asyncio.run(work())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work())
 
 
 async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from service.bench import usage
-from service.bench.usage import CpuWatch, cpu_s, family, undisturbed
+from service.bench.usage import CpuWatch, Watched, cpu_s, family, undisturbed, worst
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 
@@ -40,6 +40,11 @@ def test_a_disturbed_run_is_repeated_three_times_and_then_marked(
     watched = undisturbed(lambda: next(runs), lambda: next(watches))
     assert (watched.result, watched.num_runs, watched.is_disturbed) == (result, num_runs, is_disturbed)
     assert watched.others_share == shares[result - 1]
+
+
+def test_the_worst_of_several_runs_is_the_most_disturbed() -> None:
+    runs = [Watched("a", 0.01), Watched("b", 0.3), Watched("c", 0.0)]
+    assert (worst(runs).result, worst(runs).is_disturbed) == ("b", True)
 
 
 def test_family_is_a_process_and_all_below_it() -> None:
