@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp.settings import ParallelSettings, Settings, as_environ
+from tp.settings import ENV_PREFIX, ParallelSettings, Settings, as_environ
 
 log = logging.getLogger("tpvision.launcher")
 
@@ -190,15 +190,21 @@ def torchrun_command(settings: Settings, log_dir: Path, module: str, *arguments:
     ]
 
 
-def rank_environ(settings: Settings, group: int) -> dict[str, str]:
-    """The environment of that command: ours, with these settings in place of any others."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("TPVISION_")}
+def settings_environ(settings: Settings) -> dict[str, str]:
+    """Our environment with these settings in place of any others, for a Python that finds our modules anywhere."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     environ |= as_environ(settings)
+    environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder must not stand in for a module
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
+    return environ
+
+
+def rank_environ(settings: Settings, group: int) -> dict[str, str]:
+    """The environment of that command."""
+    environ = settings_environ(settings)
     environ["OMP_NUM_THREADS"] = str(
         settings.rank_threads(len(os.sched_getaffinity(0)))
     )  # torchrun would set 1 and warn
-    environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder must not stand in for a module
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
     environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
     if settings.parallel.device != "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(

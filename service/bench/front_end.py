@@ -40,13 +40,13 @@ from service.body import Body
 from service.decoders import DecoderPool
 from service.demo_model import demo_config, demo_preprocessor_config, write_demo_model
 from service.geometry import ImagePlan, plan_image
+from service.launcher import settings_environ
 from tp.process import resident_bytes
-from tp.settings import Settings, as_environ, load_settings
+from tp.settings import Settings, load_settings
 from tp.slab import Run as Rows
 from tp.slab import Slab, SlabLayout
 from tp.spec import EncoderSpec, parse_spec
 
-_ROOT = Path(__file__).parents[2]
 _STOP_TIMEOUT_S = 30.0
 _TOP_TIER, _ALL_TIER = 16_384, 65_536
 _PICTURES = ((900, 700, _TOP_TIER), (4000, 3000, _TOP_TIER), (4000, 3000, _ALL_TIER))  # pixels, and the top tier
@@ -232,7 +232,7 @@ def _front_end_alone() -> Iterator[Target]:
 def _null_rank(settings: Settings) -> Iterator[None]:
     """It ends when its front-end does, which must be inside the block."""
     command = [sys.executable, "-m", "tp.bench.null_rank", "--parent", str(os.getpid())]
-    with subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **as_environ(settings)}) as process:
+    with subprocess.Popen(command, env=settings_environ(settings)) as process:
         try:
             yield
             process.wait(_STOP_TIMEOUT_S)

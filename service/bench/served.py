@@ -18,9 +18,9 @@ import httpx
 
 from service.bench.report import BenchError
 from service.bench.usage import family
-from tp.settings import ENV_PREFIX, Settings, as_environ
+from service.launcher import settings_environ
+from tp.settings import ENV_PREFIX, Settings
 
-_ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.01
@@ -34,12 +34,10 @@ class Served:
     def __init__(self, settings: Settings) -> None:
         """Of `settings`, the address, which is a free one on loopback, and the log level do not count."""
         command = [sys.executable, "-c", f"{_RUN}; from service.cli import main; main()", str(os.getpid()), "serve"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         self._started_s = self._ready_s = time.monotonic()
         self._process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", "0"],
-            cwd=_ROOT,
-            env={**environ, **as_environ(settings), f"{ENV_PREFIX}SERVER__LOG_LEVEL": "info"},
+            env={**settings_environ(settings), f"{ENV_PREFIX}SERVER__LOG_LEVEL": "info"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

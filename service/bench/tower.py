@@ -45,6 +45,7 @@ class Contender:
     name: str
     settings: Settings
     copies: int = 1
+    is_stock: bool = False  # no kernels but stock torch's
 
     @property
     def world_size(self) -> int:
@@ -65,6 +66,7 @@ class Row:
     world_size: int
     copies: int
     threads: int
+    attention: str  # the kernel, in words
     dtype: str
     num_images: int
     patches: int  # of one image
@@ -116,6 +118,7 @@ COLUMNS = (
     Column("world_size"),
     Column("copies"),
     Column("threads"),
+    Column("attention"),
     Column("dtype"),
     Column("num_images"),
     Column("patches"),
@@ -148,14 +151,24 @@ _NOTES = (
 )
 
 
-def contenders(settings: Settings, world_sizes: Sequence[int], num_cores: int) -> list[Contender]:
-    """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow."""
+def contenders(
+    settings: Settings, world_sizes: Sequence[int], num_cores: int, *, has_many_images: bool
+) -> list[Contender]:
+    """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow.
+
+    For batches of many images, as many processes as the largest world size has ranks, each on its own, are the least
+    that data parallelism has to reach.
+    """
     spec = _spec_of(settings)
-    ours = []
+    found = [Contender(BASELINE, _with(settings, 1, num_cores), is_stock=True)]
     for size in world_sizes:
         check_world_size(spec, size)
-        ours.append(Contender(f"{size} rank{'s' if size > 1 else ''}", _with(settings, size, num_cores // size)))
-    return [Contender(BASELINE, _with(settings, 1, num_cores)), *ours]
+        found.append(Contender(f"{size} rank{'s' if size > 1 else ''}", _with(settings, size, num_cores // size)))
+    largest = max(world_sizes)
+    if has_many_images and largest > 1:
+        alone = _with(settings, 1, num_cores // largest)
+        found.append(Contender(f"{largest} independent processes", alone, copies=largest))
+    return found
 
 
 def bench_tower(
@@ -178,7 +191,8 @@ def bench_tower(
     check_tensors(spec, read_vision_tensors(settings.model.path, spec))
     with contextlib.ExitStack() as stack:
         entrants = []
-        for contender in contenders(settings, world_sizes, len(os.sched_getaffinity(0))):
+        num_cores, has_many_images = len(os.sched_getaffinity(0)), any(len(patches) > 1 for patches in batches)
+        for contender in contenders(settings, world_sizes, num_cores, has_many_images=has_many_images):
             on_step(f"starting {contender.name}")
             entrants.append(stack.enter_context(_entered(contender)))
         race = _Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline)
@@ -291,6 +305,7 @@ class _Result:
             world_size=contender.world_size,
             copies=contender.copies,
             threads=hellos[0].threads,
+            attention=hellos[0].attention,
             dtype=contender.settings.compute_dtype(_spec_of(contender.settings)),
             num_images=len(self.patches),
             patches=self.patches[0],
@@ -398,7 +413,8 @@ def _started(contender: Contender) -> Iterator[list[_Rank]]:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(str(folder / "socket"))
         listener.listen()
-        command = torchrun_command(contender.settings, folder, "tp.bench.rank", "--socket", str(folder / "socket"))
+        flags = ["--socket", str(folder / "socket"), *(["--stock"] if contender.is_stock else [])]
+        command = torchrun_command(contender.settings, folder, "tp.bench.rank", *flags)
         environ = {**rank_environ(contender.settings, 0), **_QUIET_PROFILER}
         process = stack.enter_context(_running(command, environ))
         ranks = []

@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-Kernels = Literal["stock", "fast"]
-
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from tp.attention import describe_kernel
 from tp.bench.allocated import peak_allocated_bytes
 from tp.bench.messages import COMMAND, Forward, Hello, Products, Ran, Rates
 from tp.bench.products import product_rates
+from tp.kernels import STOCK, Kernels
 from tp.parallel import TPGroup
 from tp.process import PARENT_VARIABLE, die_with_parent, forget_peak, peak_resident_bytes, resident_bytes
 from tp.rank import choose_device
@@ -36,10 +36,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the benchmark, which hangs up
     parser = argparse.ArgumentParser(description="One rank of `tpvision bench tower`; started by torchrun.")
     parser.add_argument("--socket", type=Path, required=True, help="the benchmark's socket")
+    parser.add_argument("--stock", action="store_true", help="nothing but stock torch's kernels")
+    arguments = parser.parse_args()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(str(parser.parse_args().socket))
+        connection.connect(str(arguments.socket))
         lines = connection.makefile("rw")
-        rank = BenchRank()
+        rank = BenchRank(STOCK if arguments.stock else None)
         print(rank.hello().model_dump_json(), file=lines, flush=True)
         for line in lines:
             print(rank.answer(line).model_dump_json(), file=lines, flush=True)
@@ -49,7 +51,8 @@ def main() -> None:
 class BenchRank:
     """A loaded encoder and the commands it understands. Settings come by environment, like a serving rank's."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels | None) -> None:
+        """`kernels`: in place of the fastest that work here."""
         settings = load_settings(environ=os.environ).settings
         assert settings.model.path is not None, "the benchmark names the model"
         self._images: dict[int, tuple[Grid, Bytes, Bytes]] = {}
@@ -65,19 +68,19 @@ class BenchRank:
             dtype=self._dtype,
             rms_norm_eps=settings.model.rms_norm_eps,
             group=self._group,
+            kernels=kernels,
         )
 
     def hello(self) -> Hello:
         """Who this is, and what it holds before its first forward."""
-        device = self._group.device
         return Hello(
             rank=self._group.rank,
             pid=os.getpid(),
-            device=str(device),
+            device=str(self._group.device),
             threads=torch.get_num_threads(),
             weights_bytes=self._runner.memory().weights_bytes,
             resident_bytes=resident_bytes(),
-            attention=describe_kernel(device, TORCH_DTYPES[self._dtype], self._spec.head_dim),
+            attention=self._runner.describe_attention(),
         )
 
     def answer(self, line: str) -> Ran | Rates:

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from running import COMMAND, ROOT, RunningService
+from running import COMMAND, GOLDEN, ROOT, RunningService
 
 from service.bench.http import Row, Run, Size, Traffic, row_of
 from service.bench.load import FAILED, Load, Outcome
@@ -74,15 +74,28 @@ def test_of_a_strangers_service_others_are_not_known() -> None:
     assert (found.others_share, found.is_disturbed) == (None, False)
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, "bench", "http", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_a_service_of_its_own_is_loaded_open_and_closed() -> None:
     ended = bench(
-        *("--demo", "tiny", "--device", "cpu", "--rate", "30", "--connections", "2", "--seconds", "0.5", "--json"),
+        *(
+            "--model",
+            "tiny-k3-f32",
+            "--device",
+            "cpu",
+            "--rate",
+            "30",
+            "--connections",
+            "2",
+            "--seconds",
+            "0.5",
+            "--json",
+        ),
         *("--sizes", "28x28:3,56x84", "--form", "octet-stream", "--answer-dtype", "float16"),
+        folder=GOLDEN,
     )
     assert ended.returncode == 0, ended.stderr
     opened, closed = json.loads(ended.stdout)["rows"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from running import COMMAND, GOLDEN, ROOT
 
-from service.bench.tower import BASELINE, Row, contenders, label
+from service.bench.tower import BASELINE, Contender, Row, contenders, label
 from service.demo_model import demo_config, demo_preprocessor_config
 from tp.settings import load_settings
 from tp.spec import SpecError, parse_spec
@@ -23,6 +23,7 @@ ROW = Row(
     world_size=2,
     copies=1,
     threads=1,
+    attention="flash",
     dtype="float32",
     num_images=4,
     patches=1024,
@@ -66,21 +67,27 @@ def test_batches_have_names() -> None:
     assert (label([4096]), label([1024] * 16)) == ("4,096", "16 x 1,024")
 
 
-def test_the_baseline_has_one_process_and_all_cores() -> None:
+def entries(world_sizes: list[int], num_cores: int, *, has_many_images: bool) -> list[Contender]:
     settings = load_settings(flags={"model.path": MODEL}).settings
-    first, one, two, three = contenders(settings, [1, 2, 3], 6)
-    assert first.name == BASELINE
-    assert [(who.world_size, who.settings.parallel.threads) for who in (first, one, two, three)] == [
-        (1, 6),
-        (1, 6),
-        (2, 3),
-        (3, 2),
-    ]
+    return contenders(settings, world_sizes, num_cores, has_many_images=has_many_images)
+
+
+def test_cores_are_shared_out_and_the_baseline_has_all_of_them() -> None:
+    found = entries([1, 2, 3], 6, has_many_images=False)
+    assert (found[0].name, found[0].is_stock) == (BASELINE, True)
+    assert [(who.world_size, who.settings.parallel.threads) for who in found] == [(1, 6), (1, 6), (2, 3), (3, 2)]
+
+
+def test_many_images_are_run_by_independent_processes_too() -> None:
+    last = entries([1, 2], 2, has_many_images=True)[-1]
+    assert (last.copies, last.world_size, last.settings.parallel.threads) == (2, 1, 1)
+    assert [last.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, False, True]
+    assert [who.copies for who in entries([1], 2, has_many_images=True)] == [1, 1]
 
 
 def test_a_world_size_that_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(SpecError, match="12 attention heads"):
-        contenders(load_settings(flags={"model.path": MODEL}).settings, [5], 2)
+        entries([5], 2, has_many_images=False)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,8 @@ def report() -> dict[str, Any]:
 
 def test_every_batch_is_run_on_every_contender(report: dict[str, Any]) -> None:
     who = [(row["batch"], row["contender"]) for row in report["rows"]]
-    assert who == [(batch, name) for batch in ("64", "256", "4 x 64") for name in (BASELINE, "1 rank", "2 ranks")]
+    lone = [(batch, name) for batch in ("64", "256", "4 x 64") for name in (BASELINE, "1 rank", "2 ranks")]
+    assert who == [*lone, ("4 x 64", "2 independent processes")]
 
 
 def test_rows_are_consistent(report: dict[str, Any]) -> None:
@@ -108,6 +116,7 @@ def test_rows_are_consistent(report: dict[str, Any]) -> None:
         assert set(row["product_rates"]) == {"wqkv", "wo", "fc0", "fc1"}
         assert row["product_rate"] >= min(row["product_rates"].values())
         assert row["dtype"] == "float32"
+        assert row["attention"].startswith("flash attention on CPU") == (row["contender"] == BASELINE)
         assert row["torch_peak_bytes"] > 4 * row["num_images"] * row["patches"] * spec.hidden_size
         assert row["peak_growth_bytes"] is None or row["peak_growth_bytes"] > 0
 

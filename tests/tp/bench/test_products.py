@@ -3,6 +3,7 @@ import torch
 
 from tp.bench import products
 from tp.bench.products import product_rates
+from tp.kernels import STOCK, Kernels, OneDNNKernels
 from tp.spec import PUBLISHED_K3
 
 CPU = torch.device("cpu")
@@ -15,9 +16,8 @@ def test_rates_are_of_the_four_products_of_a_block() -> None:
 
 
 def test_flops_over_seconds_of_the_faster_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([2.0, 1.0] * 4)
-    monkeypatch.setattr(products, "_products", lambda dtype, device: ["one", "other"])
-    monkeypatch.setattr(products, "_seconds_of", lambda product, x, weight, seconds_: next(seconds))
+    seconds = {STOCK: 1.0}  # everything else takes 2
+    monkeypatch.setattr(products, "_seconds_of", lambda kernels, x, weight, seconds_: seconds.get(kernels, 2.0))
     rates = product_rates(PUBLISHED_K3, num_patches=8, dtype=torch.float32, device=CPU, seconds=1)
     assert rates == {
         "wqkv": 2 * 8 * 1024 * 4608,
@@ -27,13 +27,14 @@ def test_flops_over_seconds_of_the_faster_way(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-def test_in_float32_onednn_is_tried_too_and_agrees() -> None:
-    ways = list(products._products(torch.float32, CPU))
-    assert len(ways) == 2
-    x, weight = torch.randn(64, 48), torch.randn(32, 48)
-    torch.testing.assert_close(ways[0](x, weight), ways[1](x, weight), rtol=1e-5, atol=1e-4)
+def test_both_stock_torch_and_the_encoders_own_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(products, "_seconds_of", lambda kernels, x, weight, seconds: tried.append(kernels) or 1.0)
+    product_rates(PUBLISHED_K3, num_patches=8, dtype=torch.float32, device=CPU, seconds=1)
+    assert {type(kernels) for kernels in tried} == {Kernels, OneDNNKernels}
 
 
 def test_without_onednn_there_is_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert len(list(products._products(torch.float32, CPU))) == 1
+    monkeypatch.setattr(products, "choose_kernels", lambda device, dtype: STOCK)
+    rates = product_rates(PUBLISHED_K3, num_patches=8, dtype=torch.float32, device=CPU, seconds=0.001)
+    assert all(rate > 0 for rate in rates.values())
