@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from service.bench.http import FORMS, Size, Target, Traffic, bench_http
 from service.bench.report import BenchError, Report
 from service.bench.served import Served
 from service.bench.start import bench_start
-from service.bench.tower import bench_tower
+from service.bench.tower import Exchange, bench_tower
 from service.demo_model import write_demo_model
 from tp.settings import Settings, SettingsError, load_settings
 from tp.spec import ITEMSIZE
@@ -51,6 +51,7 @@ def run_tower(arguments: argparse.Namespace, on_step: OnStep) -> Report:
             settings,
             batches or [(1024,), (4096,)],
             arguments.tp,
+            arguments.exchange,
             times_baseline=arguments.baseline,
             rounds=arguments.rounds,
             run_s=arguments.seconds,
@@ -100,6 +101,13 @@ def _add_tower(parts: Any) -> None:
     )
     parser.add_argument(
         "--images", type=_batches, default=[], metavar="CxN,…", help="batches of C images of N patches each"
+    )
+    parser.add_argument(
+        "--exchange",
+        type=_exchanges,
+        default=["auto", "gloo"],
+        metavar="E,E,…",
+        help="what carries sums between ranks on CPU: auto, gloo or shared_memory (default auto,gloo)",
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender on each batch (default 3)")
     parser.add_argument("--seconds", type=float, default=1, help="of a run, at least (default 1)")
@@ -209,6 +217,14 @@ def _batches(text: str) -> list[tuple[int, ...]]:
 def _sizes(text: str) -> list[Size]:
     found = [_matched(_SIZE, part) for part in text.split(",")]
     return [Size(int(width), int(height), float(weight or 1)) for width, height, weight in found]
+
+
+def _exchanges(text: str) -> list[Exchange]:
+    known = get_args(Exchange)
+    for part in text.split(","):
+        if part not in known:
+            raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(known)}")
+    return text.split(",")  # type: ignore[return-value]
 
 
 def _header(text: str) -> tuple[str, str]:

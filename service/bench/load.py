@@ -128,7 +128,8 @@ class _Sender:
         """One request at each of these times."""
         tasks = []
         for due_s in due:
-            await asyncio.sleep(started_s + due_s - time.monotonic())
+            while (left_s := started_s + due_s - time.monotonic()) > 0:  # noqa: ASYNC110 - nobody tells the time
+                await asyncio.sleep(left_s)  # uvloop counts in milliseconds, and may wake up before
             tasks.append(asyncio.create_task(self._send(started_s, due_s)))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=_SETTLE_S)

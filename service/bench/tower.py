@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from service.bench.report import BenchError, Column, Header, Report, number
 from service.bench.usage import Watched, undisturbed, worst
 from service.launcher import rank_environ, torchrun_command
 from tp.bench.messages import Command, Forward, Hello, Products, Ran, Rates
 from tp.checkpoint import check_tensors, read_vision_tensors
+from tp.modes import Mode
 from tp.settings import Settings
 from tp.spec import EncoderSpec, check_world_size, read_spec
+
+Exchange = Literal["auto", "gloo", "shared_memory"]
 
 BASELINE = "stock torch"
 _PROBE_PATCHES = 256
@@ -44,6 +48,7 @@ class Contender:
 
     name: str
     settings: Settings
+    mode: Mode = "tp"
     copies: int = 1
     is_stock: bool = False  # no kernels but stock torch's
 
@@ -52,9 +57,14 @@ class Contender:
         """Ranks of one group."""
         return self.settings.parallel.tensor
 
+    @property
+    def images_at_once(self) -> int:
+        """As many as it takes to keep every rank busy."""
+        return self.copies * (self.world_size if self.mode == "dp" else 1)
+
     def takes(self, patches: Sequence[int]) -> bool:
-        """Whether the batch can be split over the copies."""
-        return len(patches) % self.copies == 0
+        """Whether the batch can be shared out."""
+        return len(patches) >= self.images_at_once and len(patches) % self.copies == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,8 @@ class Row:
     copies: int
     threads: int
     attention: str  # the kernel, in words
+    collectives: str  # what carries sums between its ranks, in words
+    mode: Mode
     dtype: str
     num_images: int
     patches: int  # of one image
@@ -119,6 +131,8 @@ COLUMNS = (
     Column("copies"),
     Column("threads"),
     Column("attention"),
+    Column("collectives"),
+    Column("mode"),
     Column("dtype"),
     Column("num_images"),
     Column("patches"),
@@ -152,22 +166,33 @@ _NOTES = (
 
 
 def contenders(
-    settings: Settings, world_sizes: Sequence[int], num_cores: int, *, has_many_images: bool
+    settings: Settings,
+    world_sizes: Sequence[int],
+    exchanges: Sequence[Exchange],
+    num_cores: int,
+    *,
+    has_many_images: bool,
 ) -> list[Contender]:
     """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow.
 
-    For batches of many images, as many processes as the largest world size has ranks, each on its own, are the least
-    that data parallelism has to reach.
+    For batches of many images there is data parallelism too, and what it has to reach: as many processes as it has
+    ranks, each on its own.
     """
     spec = _spec_of(settings)
     found = [Contender(BASELINE, _with(settings, 1, num_cores), is_stock=True)]
     for size in world_sizes:
         check_world_size(spec, size)
-        found.append(Contender(f"{size} rank{'s' if size > 1 else ''}", _with(settings, size, num_cores // size)))
-    largest = max(world_sizes)
-    if has_many_images and largest > 1:
-        alone = _with(settings, 1, num_cores // largest)
-        found.append(Contender(f"{largest} independent processes", alone, copies=largest))
+        threads = num_cores // size
+        if size == 1:
+            found.append(Contender("1 rank", _with(settings, 1, threads)))
+            continue
+        for exchange in exchanges:
+            suffix = "" if exchange == "auto" else f", {exchange}"
+            found.append(Contender(f"{size} ranks{suffix}", _with(settings, size, threads, exchange=exchange)))
+        if has_many_images:
+            full = _with(settings, size, threads, resident="full")
+            found.append(Contender(f"{size} ranks, data-parallel", full, mode="dp"))
+            found.append(Contender(f"{size} processes", _with(settings, 1, threads), copies=size))
     return found
 
 
@@ -175,6 +200,7 @@ def bench_tower(
     settings: Settings,
     batches: Sequence[Sequence[int]],
     world_sizes: Sequence[int],
+    exchanges: Sequence[Exchange],
     *,
     rounds: int,
     run_s: float,
@@ -192,10 +218,11 @@ def bench_tower(
     with contextlib.ExitStack() as stack:
         entrants = []
         num_cores, has_many_images = len(os.sched_getaffinity(0)), any(len(patches) > 1 for patches in batches)
-        for contender in contenders(settings, world_sizes, num_cores, has_many_images=has_many_images):
+        entries = contenders(settings, world_sizes, exchanges, num_cores, has_many_images=has_many_images)
+        for contender in entries:
             on_step(f"starting {contender.name}")
             entrants.append(stack.enter_context(_entered(contender)))
-        race = _Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline)
+        race = Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline)
         for patches in batches:
             on_step(f"timing {label(patches)} patches")
             race.run(patches)
@@ -209,7 +236,7 @@ def label(patches: Sequence[int]) -> str:
     return f"{patches[0]:,}" if len(patches) == 1 else f"{len(patches)} x {patches[0]:,}"
 
 
-class _Race:
+class Race:
     """Runs every batch on every contender in turn, and keeps what they took."""
 
     def __init__(
@@ -228,7 +255,7 @@ class _Race:
         self._run_s = run_s
         self._results: list[_Result] = []
         for entrant in self._entrants:
-            probe = [_PROBE_PATCHES] * entrant.contender.copies
+            probe = [_PROBE_PATCHES] * entrant.contender.images_at_once
             entrant.warm_up(probe, self._flops(probe))
 
     def run(self, patches: Sequence[int]) -> None:
@@ -306,6 +333,8 @@ class _Result:
             copies=contender.copies,
             threads=hellos[0].threads,
             attention=hellos[0].attention,
+            collectives=hellos[0].collectives,
+            mode=contender.mode,
             dtype=contender.settings.compute_dtype(_spec_of(contender.settings)),
             num_images=len(self.patches),
             patches=self.patches[0],
@@ -365,11 +394,11 @@ class Entrant:
 
     def _forward(self, patches: Sequence[int], *, times: int = 1, counts_memory: bool = False) -> list[Ran]:
         """Run the batch on all copies at once; what each rank says."""
-        size = len(patches) // len(self._groups)
+        size, mode = len(patches) // len(self._groups), self.contender.mode
         for index, group in enumerate(self._groups):
             part = tuple(patches[index * size : (index + 1) * size])
             for rank in group:
-                rank.send(Forward(patches=part, times=times, counts_memory=counts_memory))
+                rank.send(Forward(patches=part, mode=mode, times=times, counts_memory=counts_memory))
         return [Ran.model_validate_json(rank.receive()) for rank in self.ranks]
 
 
@@ -470,13 +499,15 @@ def _spec_of(settings: Settings) -> EncoderSpec:
     return read_spec(settings.model.path)
 
 
-def _with(settings: Settings, world_size: int, threads: int) -> Settings:
+def _with(settings: Settings, world_size: int, threads: int, **changes: str) -> Settings:
     """For one group of so many ranks, each with so many threads."""
-    changes = {
+    parallel = {
         "tensor": world_size,
         "groups": 1,
         "workers": "managed",
         "socket": None,
         "threads": max(1, threads),
+        "resident": "shard",
+        **changes,
     }
-    return settings.model_copy(update={"parallel": settings.parallel.model_copy(update=changes)})
+    return settings.model_copy(update={"parallel": settings.parallel.model_copy(update=parallel)})

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from tp.modes import Mode
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,6 +25,7 @@ class Hello(_Message):
     weights_bytes: int
     resident_bytes: int  # interpreter, libraries and weights
     attention: str  # the kernel, in words
+    collectives: str  # what carries sums, in words
 
 
 class Forward(_Message):
@@ -30,6 +33,7 @@ class Forward(_Message):
 
     kind: Literal["forward"] = "forward"
     patches: tuple[int, ...]
+    mode: Mode = "tp"
     times: int = Field(1, ge=1)
     counts_memory: bool = False  # torch's own count too, which makes it slower
 

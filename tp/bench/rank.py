@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from tp.bench.allocated import peak_allocated_bytes
 from tp.bench.messages import COMMAND, Forward, Hello, Products, Ran, Rates
 from tp.bench.products import product_rates
 from tp.kernels import STOCK, Kernels
+from tp.modes import assign_images
 from tp.parallel import TPGroup
 from tp.process import PARENT_VARIABLE, die_with_parent, forget_peak, peak_resident_bytes, resident_bytes
 from tp.rank import choose_device
-from tp.runner import Bytes, Runner
+from tp.runner import Bytes, EncodeReport, Runner
 from tp.settings import load_settings
 from tp.spec import ITEMSIZE, Grid, read_spec
 from tp.weights import TORCH_DTYPES
@@ -61,7 +63,9 @@ class BenchRank:
         device = choose_device(settings)
         if device.type == "cpu" and settings.parallel.threads is not None:
             torch.set_num_threads(settings.parallel.threads)
-        self._group = TPGroup.from_environment(device, timeout_s=settings.collective_timeout_s)
+        self._group = TPGroup.from_environment(
+            device, timeout_s=settings.collective_timeout_s, exchange=settings.parallel.exchange
+        )
         self._runner = Runner.load(
             settings.model.path,
             self._spec,
@@ -69,6 +73,7 @@ class BenchRank:
             rms_norm_eps=settings.model.rms_norm_eps,
             group=self._group,
             kernels=kernels,
+            resident=settings.parallel.resident,
         )
 
     def hello(self) -> Hello:
@@ -81,6 +86,7 @@ class BenchRank:
             weights_bytes=self._runner.memory().weights_bytes,
             resident_bytes=resident_bytes(),
             attention=self._runner.describe_attention(),
+            collectives=self._group.describe_collectives(),
         )
 
     def answer(self, line: str) -> Ran | Rates:
@@ -89,9 +95,7 @@ class BenchRank:
         return self._multiply(command) if isinstance(command, Products) else self._forward(command)
 
     def _forward(self, command: Forward) -> Ran:
-        images = [self._image(patches) for patches in command.patches]
-        grids, pixels, outputs = (list(column) for column in zip(*images, strict=True))
-        encode = partial(self._runner.encode, grids, pixels, outputs if self._group.rank == 0 else None)
+        encode = self._encoder_alone(command.patches) if command.mode == "dp" else self._encoder(command.patches)
         torch_peak_bytes = peak_allocated_bytes(encode, self._group.device) if command.counts_memory else None
         can_peak = _forget_peak()
         started_s = time.monotonic()
@@ -103,6 +107,20 @@ class BenchRank:
             peak_bytes=peak_resident_bytes() - self._images_bytes if can_peak else None,
             torch_peak_bytes=torch_peak_bytes,
         )
+
+    def _encoder(self, patches: Sequence[int]) -> Callable[[], EncodeReport]:
+        """Of the batch, together with the other ranks."""
+        grids, pixels, outputs = self._batch(patches)
+        return partial(self._runner.encode, grids, pixels, outputs if self._group.rank == 0 else None)
+
+    def _encoder_alone(self, patches: Sequence[int]) -> Callable[[], EncodeReport]:
+        """Of this rank's images of the batch, as a serving rank would have them."""
+        mine = assign_images([self._spec.cost(count) for count in patches], self._group.world_size)[self._group.rank]
+        return partial(self._runner.encode_alone, *self._batch([patches[index] for index in mine]))
+
+    def _batch(self, patches: Sequence[int]) -> tuple[list[Grid], list[Bytes], list[Bytes]]:
+        images = [self._image(count) for count in patches]
+        return [grid for grid, _, _ in images], [pixels for _, pixels, _ in images], [out for _, _, out in images]
 
     def _image(self, num_patches: int) -> tuple[Grid, Bytes, Bytes]:
         """Grid, pixels and room for the tokens of a noisy image; a service has the last two in its slab."""

@@ -4,17 +4,21 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from running import COMMAND, GOLDEN, ROOT
 
-from service.bench.tower import BASELINE, Contender, Row, contenders, label
+from service.bench.tower import BASELINE, Contender, Entrant, Lap, Race, Row, contenders, label
+from service.bench.usage import CpuWatch
 from service.demo_model import demo_config, demo_preprocessor_config
+from tp.bench.messages import Hello, Rates
 from tp.settings import load_settings
-from tp.spec import SpecError, parse_spec
+from tp.spec import PUBLISHED_K3, SpecError, parse_spec
 
 MODEL = GOLDEN / "tiny-k3-f32"
 ROW = Row(
@@ -24,6 +28,8 @@ ROW = Row(
     copies=1,
     threads=1,
     attention="flash",
+    collectives="gloo",
+    mode="tp",
     dtype="float32",
     num_images=4,
     patches=1024,
@@ -67,33 +73,124 @@ def test_batches_have_names() -> None:
     assert (label([4096]), label([1024] * 16)) == ("4,096", "16 x 1,024")
 
 
-def entries(world_sizes: list[int], num_cores: int, *, has_many_images: bool) -> list[Contender]:
+def entries(world_sizes: list[int], num_cores: int, *, has_many_images: bool = False) -> list[Contender]:
     settings = load_settings(flags={"model.path": MODEL}).settings
-    return contenders(settings, world_sizes, num_cores, has_many_images=has_many_images)
+    return contenders(settings, world_sizes, ["auto", "gloo"], num_cores, has_many_images=has_many_images)
 
 
 def test_cores_are_shared_out_and_the_baseline_has_all_of_them() -> None:
-    found = entries([1, 2, 3], 6, has_many_images=False)
+    found = entries([1, 3], 6)
     assert (found[0].name, found[0].is_stock) == (BASELINE, True)
-    assert [(who.world_size, who.settings.parallel.threads) for who in found] == [(1, 6), (1, 6), (2, 3), (3, 2)]
+    assert [(who.world_size, who.settings.parallel.threads) for who in found] == [(1, 6), (1, 6), (3, 2), (3, 2)]
 
 
-def test_many_images_are_run_by_independent_processes_too() -> None:
-    last = entries([1, 2], 2, has_many_images=True)[-1]
-    assert (last.copies, last.world_size, last.settings.parallel.threads) == (2, 1, 1)
-    assert [last.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, False, True]
-    assert [who.copies for who in entries([1], 2, has_many_images=True)] == [1, 1]
+def test_every_exchange_is_run() -> None:
+    found = entries([1, 2], 2)
+    assert [(who.name, who.settings.parallel.exchange) for who in found[2:]] == [
+        ("2 ranks", "auto"),
+        ("2 ranks, gloo", "gloo"),
+    ]
+
+
+def test_many_images_are_run_data_parallel_and_by_processes_on_their_own() -> None:
+    parallel, apart = entries([1, 2], 2, has_many_images=True)[-2:]
+    assert (parallel.mode, parallel.settings.parallel.resident, parallel.world_size) == ("dp", "full", 2)
+    assert (apart.mode, apart.copies, apart.world_size, apart.settings.parallel.threads) == ("tp", 2, 1, 1)
+    assert [parallel.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, True, True]
+    assert [apart.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, False, True]
 
 
 def test_a_world_size_that_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(SpecError, match="12 attention heads"):
-        entries([5], 2, has_many_images=False)
+        entries([5], 2)
+
+
+class PacedEntrant(Entrant):
+    """Ranks that take what a pace in FLOP/s says, and keep a list of what they were told."""
+
+    def __init__(self, contender: Contender, pace: float, told: list[str]) -> None:
+        super().__init__(contender, [])
+        hello = Hello(
+            rank=0,
+            pid=1,
+            device="cpu",
+            threads=1,
+            weights_bytes=1,
+            resident_bytes=1,
+            attention="flash",
+            collectives="none",
+        )
+        self.ranks = [SimpleNamespace(hello=hello)]  # type: ignore[list-item]
+        self._pace, self._told = pace, told
+
+    def warm_up(self, patches: Sequence[int], flops: int) -> None:
+        self._told.append(f"warm up {self.contender.name} {label(patches)}")
+        self.rate = self._pace
+
+    def lap(self, patches: Sequence[int], flops: int, run_s: float) -> Lap:
+        self._told.append(f"lap {self.contender.name} {label(patches)}")
+        return Lap(flops / self._pace, 1, None)
+
+    def count_tensors(self, patches: Sequence[int]) -> int:
+        return 5
+
+    def multiply(self, patches: int, seconds: float) -> Rates:
+        self._told.append(f"multiply {patches}")
+        return Rates(flops_per_s={"wo": 3 * self._pace})
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else uses the machine."""
+    monkeypatch.setattr(CpuWatch, "others_share", lambda self: 0.0)
+
+
+def race_of(paces: dict[str, float], told: list[str], *, times_baseline: bool = True) -> Race:
+    found = {who.name: who for who in entries([1, 2], 2)}
+    entrants = [PacedEntrant(found[name], pace, told) for name, pace in paces.items()]
+    told.clear()
+    race = Race(PUBLISHED_K3, entrants, rounds=2, run_s=1, times_baseline=times_baseline)
+    told.clear()  # the probes
+    return race
+
+
+@pytest.mark.usefixtures("quiet")
+def test_contenders_take_turns_with_the_products_between() -> None:
+    told: list[str] = []
+    race = race_of({BASELINE: 1e12, "2 ranks": 2e12}, told)
+    race.run([1024])
+    laps = ["multiply 1024", f"lap {BASELINE} 1,024", "lap 2 ranks 1,024"]
+    assert told == [f"warm up {BASELINE} 1,024", "warm up 2 ranks 1,024", *laps, *laps]
+    baseline, ours = race.rows()
+    assert (baseline.speedup, ours.speedup) == (1, pytest.approx(2))
+    assert (baseline.mfu, ours.mfu) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert (ours.num_rounds, ours.torch_peak_bytes, ours.is_disturbed) == (2, 5, False)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_takes_long_is_run_once_and_not_warmed_up() -> None:
+    told: list[str] = []
+    race = race_of({BASELINE: 1e12, "2 ranks": 1e12}, told)
+    race.run([65_536])  # 766 TFLOP
+    assert told == ["multiply 65536", f"lap {BASELINE} 65,536", "lap 2 ranks 65,536"]
+    assert [(row.num_rounds, row.torch_peak_bytes) for row in race.rows()] == [(1, None)] * 2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_baseline_that_is_not_timed_still_multiplies() -> None:
+    told: list[str] = []
+    race = race_of({BASELINE: 1e12, "2 ranks": 2e12}, told, times_baseline=False)
+    race.run([1024])
+    assert told == ["warm up 2 ranks 1,024", *["multiply 1024", "lap 2 ranks 1,024"] * 2]
+    (row,) = race.rows()
+    assert (row.contender, row.speedup, row.product_rate) == ("2 ranks", None, 3e12)
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     ended = bench(
-        *("--demo", "tiny", "--patches", "64,256", "--images", "4x64", "--rounds", "2", "--seconds", "0.05", "--json")
+        *("--demo", "tiny", "--patches", "64,256", "--images", "4x64", "--tp", "2", "--exchange", "gloo"),
+        *("--rounds", "2", "--seconds", "0.02", "--json"),
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)  # type: ignore[no-any-return]
@@ -101,8 +198,9 @@ def report() -> dict[str, Any]:
 
 def test_every_batch_is_run_on_every_contender(report: dict[str, Any]) -> None:
     who = [(row["batch"], row["contender"]) for row in report["rows"]]
-    lone = [(batch, name) for batch in ("64", "256", "4 x 64") for name in (BASELINE, "1 rank", "2 ranks")]
-    assert who == [*lone, ("4 x 64", "2 independent processes")]
+    names = (BASELINE, "2 ranks, gloo")
+    lone = [(batch, name) for batch in ("64", "256", "4 x 64") for name in names]
+    assert who == [*lone, ("4 x 64", "2 ranks, data-parallel"), ("4 x 64", "2 processes")]
 
 
 def test_rows_are_consistent(report: dict[str, Any]) -> None:
@@ -116,6 +214,7 @@ def test_rows_are_consistent(report: dict[str, Any]) -> None:
         assert set(row["product_rates"]) == {"wqkv", "wo", "fc0", "fc1"}
         assert row["product_rate"] >= min(row["product_rates"].values())
         assert row["dtype"] == "float32"
+        assert (row["collectives"] == "none") == (row["world_size"] == 1)
         assert row["attention"].startswith("flash attention on CPU") == (row["contender"] == BASELINE)
         assert row["torch_peak_bytes"] > 4 * row["num_images"] * row["patches"] * spec.hidden_size
         assert row["peak_growth_bytes"] is None or row["peak_growth_bytes"] > 0
@@ -124,28 +223,21 @@ def test_rows_are_consistent(report: dict[str, Any]) -> None:
 def test_what_is_predicted_grows_with_the_formula(report: dict[str, Any]) -> None:
     spec = parse_spec(demo_config("tiny"), demo_preprocessor_config())
     rows = {(row["batch"], row["contender"]): row for row in report["rows"]}
-    first, second = rows["64", "2 ranks"], rows["256", "2 ranks"]
+    first, second = rows["64", "2 ranks, gloo"], rows["256", "2 ranks, gloo"]
     assert first["predicted_s"] == pytest.approx(first["seconds"])
     assert second["predicted_s"] == pytest.approx(first["seconds"] * spec.flops(256) / spec.flops(64))
 
 
 def test_a_folder_without_tensors_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        shard.unlink()
     ended = bench("--model", str(tmp_path / "model"))
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "model.safetensors" in ended.stderr and "Traceback" not in ended.stderr
+    assert ".safetensors" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_a_rank_that_ends_ends_the_benchmark_with_a_line() -> None:
     ended = bench("--model", str(MODEL), "--tp", "1", CUDA_VISIBLE_DEVICES="", TPVISION_PARALLEL__DEVICE="cuda")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.splitlines()[-1] == "tpvision: a rank of stock torch ended"
-
-
-def test_nothing_but_json_is_on_standard_output() -> None:
-    ended = bench(
-        *("--demo", "tiny", "--patches", "64", "--tp", "1", "--rounds", "1", "--seconds", "0.01", "--no-baseline"),
-        "--json",
-    )
-    assert [row["contender"] for row in json.loads(ended.stdout)["rows"]] == ["1 rank"]
