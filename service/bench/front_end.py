@@ -101,7 +101,9 @@ class _Decoding:
     def __init__(self, runner: asyncio.Runner, spec: EncoderSpec, slab: Slab) -> None:
         self._runner = runner
         self._spec = spec
-        self._pool = DecoderPool(spec.processor, load_settings().settings, slab)
+        settings = load_settings().settings
+        self._limits = settings.limits
+        self._pool = DecoderPool(spec.processor, settings, slab)
         runner.run(self._pool.start())
 
     def fill(self, picture: bytes, size: tuple[int, int], tier: int, seconds: float, at_once: int = 1) -> _Filled:
@@ -120,9 +122,9 @@ class _Decoding:
         async def fill(body: Body, start: int) -> None:
             nonlocal count
             while time.monotonic() - started_s < seconds:
-                await self._pool.read_header(body.image)
+                await self._pool.read_header(body.image, self._limits)
                 plan = _plan(self._spec, size, tier)
-                await self._pool.write_patches(body.image, plan, Rows(start, plan.patches))
+                await self._pool.write_patches(body.image, plan, Rows(start, plan.patches), self._limits)
                 count += 1
 
         with contextlib.ExitStack() as stack:

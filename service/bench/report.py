@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from service.check import installed_version
+from service.version import installed_version
 
 _ROOT = Path(__file__).parents[2]
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")

@@ -38,7 +38,14 @@ def main() -> None:
     )
     control.greet(hello)
     layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[settings.compute_dtype(spec)])
-    ready = wire.Ready(device="cpu", weights_bytes=0, slab_bytes=layout.total_bytes, resident_bytes=resident_bytes())
+    ready = wire.Ready(
+        device="cpu",
+        weights_bytes=0,
+        slab_bytes=layout.total_bytes,
+        resident_bytes=resident_bytes(),
+        warm_up_patches=4,
+        warm_up_s=0.0,
+    )
     control.send(ready)
     while isinstance(message := control.receive(), wire.Batch):
         control.send(wire.Done(batch_id=message.batch_id, non_finite=[], forward_s=0.0, all_gather_s=0.0))
