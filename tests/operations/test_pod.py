@@ -79,7 +79,7 @@ def num_ready(pod: Pod) -> float:
 
 def test_a_pod_starts_serves_loses_a_worker_and_stops_within_its_grace(pod: Pod) -> None:
     client: httpx.Client = pod.frontend.client
-    wait_until(lambda: num_ready(pod) == 2, timeout_s=30)
+    wait_until(lambda: num_ready(pod) == 2, timeout_s=60)
     assert pod.frontend.encode(PHOTOGRAPH.read_bytes()).status_code == 200
 
     lost = pod.workers[0]
@@ -89,7 +89,7 @@ def test_a_pod_starts_serves_loses_a_worker_and_stops_within_its_grace(pod: Pod)
     assert client.get(pod.probe_path).status_code == 200
     assert pod.frontend.encode(PHOTOGRAPH.read_bytes()).status_code == 200
     pod.workers[0] = pod.start_worker(0)
-    wait_until(lambda: num_ready(pod) == 2, timeout_s=30)
+    wait_until(lambda: num_ready(pod) == 2, timeout_s=60)
 
     processes = [pid for each in (pod.frontend.process, *pod.workers) for pid in descendants(each.pid)]
     started = time.monotonic()
