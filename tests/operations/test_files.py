@@ -21,7 +21,8 @@ pytestmark = pytest.mark.operations
 
 DOCKER = ROOT / "docker"
 UNIT = ROOT / "deploy" / "systemd" / "tpvision.service"
-LISTS = {"frontend": {"", "fetch"}, "worker-cpu": {"", "fetch", "worker"}, "worker-cuda": {"", "fetch", "worker"}}
+_EXTRAS = {"", "fetch", "otel"}
+LISTS = {"frontend": _EXTRAS, "worker-cpu": _EXTRAS | {"worker"}, "worker-cuda": _EXTRAS | {"worker"}}
 DRAIN_S = Settings().limits.drain_timeout_s
 
 

@@ -79,7 +79,7 @@ def test_an_image_says_what_it_is(image: str) -> None:
     user, group = map(int, config["User"].split(":"))
     assert user >= 10_000 and group >= 10_000
     assert config["Entrypoint"] == ["/usr/bin/tini", "--", "tpvision"]
-    assert ("Healthcheck" in config) == (image != "worker")
+    assert ("HealthCheck" in inspected) == (image != "worker")
     labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
     assert (labels["title"], labels["version"], labels["licenses"]) == ("tpvision", project_version(), "Apache-2.0")
     assert {"description", "revision", "created"} <= labels.keys()
