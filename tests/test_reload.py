@@ -84,7 +84,7 @@ def reloading(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> R
     config = tmp_path_factory.mktemp("config") / "config.yaml"
     config.write_text(yaml.safe_dump(PLAIN))
     service = start_service(
-        "--model", MODEL, "--tp", "2", "--config", str(config), TPVISION_LIMITS__MAX_JSON_BYTES="77777"
+        "--model", MODEL, "--tp", "2", "--config", str(config), TPVISION_LIMITS__SEND_TIMEOUT_S="59"
     )
     return Reloading(service, config)
 
@@ -126,7 +126,7 @@ def test_the_override_that_requests_may_ask_for(reloading: Reloading) -> None:
 
 
 def test_flags_and_environment_still_win(reloading: Reloading) -> None:
-    lines = reloading.reload({"limits": {"max_json_bytes": 1}, "parallel": {"tensor": 1}})
+    lines = reloading.reload({"limits": {"send_timeout_s": 1}, "parallel": {"tensor": 1}})
     assert "nothing has changed" in lines[-1]
 
 
@@ -144,6 +144,11 @@ def test_flags_and_environment_still_win(reloading: Reloading) -> None:
             {"max_header_bytes": 1024},
             lambda s: s.client.post("/v1/encode", content=GOOD, headers={"x-long": "x" * 1500}),
             (431, "headers_too_large"),
+        ),
+        (
+            {"max_json_bytes": 1000},
+            lambda s: s.client.post("/v1/encode", content=GOOD, headers={"accept": "application/json"}),
+            (422, "response_too_large"),
         ),
         ({"max_inflight_bytes": 1000}, lambda s: s.encode(GOOD), (429, "overloaded")),
         ({"request_timeout_s": 0.0001}, lambda s: s.encode(GOOD), (504, "deadline_exceeded")),
