@@ -1,9 +1,10 @@
-"""Strict check of custom resources: the YAML on standard input against their operators' own schemas.
+"""Strict check of custom resources: the faults of each one in the YAML on standard input, by its operator's own schema.
 
 Run by the tools' Python, which has the schemas as packages. An unknown key is an error, as it is for an API server that
 validates strictly.
 """
 
+import json
 import sys
 from typing import Any
 
@@ -23,18 +24,11 @@ def strict(schema: Any) -> Any:
     return [strict(each) for each in schema] if isinstance(schema, list) else schema
 
 
-def main() -> int:
-    """The number of objects with faults."""
-    num_faulty = 0
-    for each in yaml.safe_load_all(sys.stdin):
-        schema = strict(KINDS[each["kind"]].model_json_schema(by_alias=True))
-        faults = list(jsonschema.Draft202012Validator(schema).iter_errors(each))
-        num_faulty += bool(faults)
-        for fault in faults:
-            print(f"{each['kind']} {fault.json_path}: {fault.message}")
-        print(f"{each['kind']}: {len(faults)} faults")
-    return num_faulty
+def faults_of(resource: Any) -> list[str]:
+    schema = strict(KINDS[resource["kind"]].model_json_schema(by_alias=True))
+    faults = jsonschema.Draft202012Validator(schema).iter_errors(resource)
+    return [f"{fault.json_path}: {fault.message}" for fault in faults]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps([faults_of(resource) for resource in yaml.safe_load_all(sys.stdin)]))
