@@ -150,14 +150,14 @@ class DecoderPool:
 
         Raises UnsupportedImage, UndecodableImage, ImageTooLarge, DecodeTimeout, or NotReady while stopping.
         """
-        task = child.HeaderTask(image.offset, image.length, limits.max_image_pixels, _max_memory_bytes(limits))
+        task = child.HeaderTask(image.offset, image.length, limits.max_image_pixels, max_memory_bytes(limits))
         return _HEADER.validate_python(await self._decode(task, image.fd, limits))
 
     async def write_patches(
         self, image: ImageBytes, plan: ImagePlan, run: Run, limits: LimitSettings, frame: int = 0
     ) -> child.Written:
         """Decode an image file into the run's pixel rows, or those of one frame. Raises what `read_header` does."""
-        task = child.WriteTask(image.offset, image.length, plan, run, frame, _max_memory_bytes(limits))
+        task = child.WriteTask(image.offset, image.length, plan, run, frame, max_memory_bytes(limits))
         return _WRITTEN.validate_python(await self._decode(task, image.fd, limits))
 
     async def unpack(self, body: Body, route: Route, limits: LimitSettings, *, max_frames: int = 1) -> "UnpackedBody":
@@ -172,7 +172,7 @@ class DecoderPool:
             limits.max_images_per_request,
             max_frames,
             self._allow_urls,
-            _max_memory_bytes(limits),
+            max_memory_bytes(limits),
         )
         with ExitStack() as undo:
             output = undo.enter_context(Body())
@@ -380,6 +380,7 @@ def _result(reply: bytes) -> Any:
     raise cls(error["message"], param=error["param"], numbers=error["numbers"])
 
 
-def _max_memory_bytes(limits: LimitSettings) -> int:
+def max_memory_bytes(limits: LimitSettings) -> int:
+    """Private memory that a decode process may take, enough for whatever is within the limits."""
     units = max(limits.max_image_pixels, limits.max_body_bytes)
     return _BASE_BYTES + 2 * limits.max_body_bytes + _BYTES_PER_UNIT * units

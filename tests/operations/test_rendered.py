@@ -12,7 +12,7 @@ from chart import DEPLOY, EVERYTHING, MANIFESTS, NAMES, VALUES, Object, Rendered
 from service import groups
 from service.app import create_probe_app
 from service.cli import _parser
-from service.decoders import _max_memory_bytes
+from service.decoders import max_memory_bytes
 from service.engine import Engine
 from service.plan import plan_capacity
 from service.reporter import Reporter
@@ -205,7 +205,7 @@ def test_front_end_memory_holds_slab_bytes_in_flight_and_decode_processes(
     assert processes is not None, "the default counts the node's cores"
     held = plan.slab_bytes + settings.limits.max_inflight_bytes
     at_rest = held + (processes + 1) * PROCESS_BYTES
-    at_most = held + processes * _max_memory_bytes(settings) + PROCESS_BYTES
+    at_most = held + processes * max_memory_bytes(settings.limits) + PROCESS_BYTES
     assert memory(rendered.frontend, "requests") >= at_rest
     assert at_most <= memory(rendered.frontend, "limits") < 1.2 * at_most + 2**30, "more than it can ever use"
 

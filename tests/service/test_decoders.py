@@ -351,7 +351,7 @@ def test_each_request_is_read_under_its_own_limits() -> None:
                 with nullcontext() if limits is not few else pytest.raises(ImageTooLarge):
                     await DecoderPool.read_header(pool, image, limits)
                 (line,) = [line for line in read_proc(pid, "limits").splitlines() if line.startswith("Max data size")]
-                assert int(line.split()[3]) == decoders._max_memory_bytes(limits)
+                assert int(line.split()[3]) == decoders.max_memory_bytes(limits)
 
     run_pool(use)
 
