@@ -164,7 +164,7 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
         options = EncodeOptions(
             settings=settings_of(request),
             policy=_policy(request, query),
-            tokens=TokenOptions("float32", pooled, query.normalize),
+            tokens=TokenOptions("float32", pooled, query.normalize or asked.normalized),
             param="input",
             check_plans=_size_check(
                 request, "application/json", "float32", pooled=pooled, encoding=asked.encoding_format

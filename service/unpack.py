@@ -179,7 +179,7 @@ def _as_list(value: Any) -> Any:
 
 
 class EmbeddingsBody(_Strict):
-    """JSON body of POST /v1/embeddings, in OpenAI's shape."""
+    """JSON body of POST /v1/embeddings, in OpenAI's shape, with what Jina's and Infinity's clients add to it."""
 
     input: Annotated[list[Item], BeforeValidator(_as_list, json_schema_input_type=Item | list[Item])] = Field(
         min_length=1, description="One image or a list of images, answered in this order, all or none."
@@ -191,6 +191,10 @@ class EmbeddingsBody(_Strict):
     dimensions: int | None = Field(None, ge=1, description="Only the model's own width is accepted.")
     pooling: Pooling = Field("mean", description="mean: one vector an image. none: its matrix of merged tokens.")
     user: str | None = Field(None, description="Ignored.")
+    modality: Literal["image"] = Field("image", description="Infinity's: what the input is.")
+    embedding_type: EncodingFormat | None = Field(None, description="Jina's name for encoding_format.")
+    normalized: bool | None = Field(None, description="Jina's name for the option normalize.")
+    task: str | None = Field(None, description="Jina's: ignored, because the tower has one embedding for all tasks.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,7 @@ class EmbeddingsOptions:
     encoding_format: EncodingFormat
     dimensions: int | None
     pooling: Pooling
+    normalized: bool
 
 
 def unpack_encode(
@@ -227,7 +232,16 @@ def unpack_embeddings(
 ) -> tuple[list[Source], EmbeddingsOptions]:
     """The images and options of a /v1/embeddings body. Raises like `unpack_encode`."""
     request = _validate(EmbeddingsBody, body, key="input", max_images=max_images)
-    options = EmbeddingsOptions(request.model, request.encoding_format or "float", request.dimensions, request.pooling)
+    asked = {name for name in (request.encoding_format, request.embedding_type) if name is not None}
+    if len(asked) > 1:
+        raise InvalidRequest("encoding_format and embedding_type differ; send one of them", param="embedding_type")
+    options = EmbeddingsOptions(
+        model=request.model,
+        encoding_format=next(iter(asked), "float"),
+        dimensions=request.dimensions,
+        pooling=request.pooling,
+        normalized=bool(request.normalized),
+    )
     return _decode_items(request.input, key="input", allow_urls=allow_urls), options
 
 

@@ -243,8 +243,31 @@ def test_embeddings_options() -> None:
         input=[ABC, {"image": ABC}], model="k3", encoding_format="base64", dimensions=8, pooling="none", user="u"
     )
     assert images == [b"ABC", b"ABC"]
-    assert options == EmbeddingsOptions(model="k3", encoding_format="base64", dimensions=8, pooling="none")
-    assert embeddings(input=ABC, encoding_format=None)[1] == EmbeddingsOptions(None, "float", None, "mean")
+    assert options == EmbeddingsOptions("k3", "base64", 8, "none", normalized=False)
+    assert embeddings(input=ABC, encoding_format=None)[1] == EmbeddingsOptions(None, "float", None, "mean", False)
+
+
+def test_jinas_and_infinitys_fields() -> None:
+    _, jina = embeddings(input=[{"image": ABC}], embedding_type="base64", normalized=True, task="retrieval.query")
+    assert jina == EmbeddingsOptions(None, "base64", None, "mean", normalized=True)
+    assert embeddings(input=[ABC], modality="image", encoding_format="float")[0] == [b"ABC"]
+    assert embeddings(input=ABC, encoding_format="float", embedding_type="float")[1].encoding_format == "float"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": ["a cat"], "modality": "text"}, "modality", "image"),
+        ({"input": [{"image": ABC}, {"text": "a cat"}]}, "input[1]", "not an image"),
+        ({"input": [[1, 2, 3]]}, "input[0]", "not an image"),
+        ({"input": ABC, "embedding_type": "binary"}, "embedding_type", "'float' or 'base64'"),
+        ({"input": ABC, "embedding_type": "float", "encoding_format": "base64"}, "embedding_type", "differ"),
+    ],
+)
+def test_what_is_not_an_image_is_told_so(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        embeddings(**fields)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
