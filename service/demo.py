@@ -5,28 +5,25 @@ ships with the project, prints what came back, and stays up.
 """
 
 import asyncio
-import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import httpx
-import safetensors
 from rich.console import Console
 from rich.progress import Progress
 
+from service.client import AsyncClient
 from service.demo_model import write_demo_model
 from service.logs import start_logging
 from service.server import serve
-from tp.settings import load_settings
+from tp.settings import Settings, load_settings
 from tp.spec import check_world_size, read_spec
 
 PHOTOGRAPH = Path(__file__).parent / "assets" / "photograph.jpg"
-_REQUEST_TIMEOUT_S = 300.0
 
 
 async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int, once: bool, tp: int) -> int:
@@ -34,15 +31,7 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
     console = Console(highlight=False, soft_wrap=True)
     with _model_folder(out) as folder:
         _make_model(console, folder, size)
-        flags = {
-            "model.path": folder,
-            "model.name": "demo",
-            "parallel.tensor": tp,
-            "parallel.device": "cpu",
-            "server.port": port,
-            "server.log_format": "console",
-        }
-        settings = load_settings(environ=os.environ, flags=flags).settings
+        settings = demo_settings(folder, port=port, tp=tp)
         start_logging(settings)
         check_world_size(read_spec(folder), tp)
         stop = asyncio.Event()
@@ -58,6 +47,19 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
                 console.print(f"  curl -s {url}/v1/encode --data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
 
         return await serve(settings, read_spec(folder), on_ready=on_ready, stop=stop)
+
+
+def demo_settings(folder: Path, *, port: int, tp: int) -> Settings:
+    """Those that serve the demo model in `folder`, on the CPU."""
+    flags = {
+        "model.path": folder,
+        "model.name": "demo",
+        "parallel.tensor": tp,
+        "parallel.device": "cpu",
+        "server.port": port,
+        "server.log_format": "console",
+    }
+    return load_settings(environ=os.environ, flags=flags).settings
 
 
 @contextmanager
@@ -81,15 +83,11 @@ def _make_model(console: Console, folder: Path, size: Literal["tiny", "full"]) -
 
 async def _show_photograph(console: Console, url: str) -> None:
     started = time.monotonic()
-    async with httpx.AsyncClient(timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
-        response = await client.post(f"{url}/v1/encode", content=PHOTOGRAPH.read_bytes())
-    response.raise_for_status()
+    async with AsyncClient(url, trust_env=False) as client:
+        embedding = await client.encode(PHOTOGRAPH)
     elapsed_s = time.monotonic() - started
-    tensors: dict[str, Any] = dict(safetensors.deserialize(response.content))  # type: ignore[no-untyped-call]
-    image = json.loads(_metadata(response.content)["images"])[0]
-    embeddings = tensors["embeddings"]
     console.print(f"\n[bold]{PHOTOGRAPH.name}[/bold] -> merged vision tokens in {elapsed_s * 1000:.0f} ms")
-    console.print(f"  embeddings  {embeddings['dtype']} {list(embeddings['shape'])}")
+    console.print(f"  embeddings    {embedding.dtype} {list(embedding.shape)}")
     for name in (
         "original_size",
         "encoded_size",
@@ -100,10 +98,6 @@ async def _show_photograph(console: Console, url: str) -> None:
         "tier",
         "downscaled",
     ):
-        console.print(f"  {name:<14}{image[name]}")
-    console.print(f"  stages (ms)   {response.headers['server-timing'].replace(';dur=', ' ')}")
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    header_bytes = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + header_bytes])["__metadata__"]  # type: ignore[no-any-return]
+        console.print(f"  {name:<14}{getattr(embedding.geometry, name)}")
+    stages = ", ".join(f"{stage} {duration_ms:g}" for stage, duration_ms in embedding.stages_ms.items())
+    console.print(f"  stages (ms)   {stages}")

@@ -229,3 +229,13 @@ def _subclasses(base: type[ServiceError]) -> list[type[ServiceError]]:
 
 
 BY_CODE: dict[str, type[ServiceError]] = {cls.code: cls for cls in _subclasses(ServiceError) if cls is not ServiceError}
+
+
+def read_error(body: Any, *, retry_after_s: float | None = None) -> ServiceError | None:
+    """What `as_dict` made `body` of, for those who receive it; None where it is no error object of this tree."""
+    detail = body.get("error") if isinstance(body, dict) else None
+    cls = BY_CODE.get(str(detail.get("code"))) if isinstance(detail, dict) else None
+    if detail is None or cls is None:
+        return None
+    numbers = {key: value for key, value in detail.items() if key not in ("message", "type", "param", "code")}
+    return cls(str(detail.get("message")), param=detail.get("param"), numbers=numbers, retry_after_s=retry_after_s)
