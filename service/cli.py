@@ -22,8 +22,11 @@ from rich.console import Console
 from service.bench.command import add_bench
 from service.check import check_model
 from service.check import render as render_check
-from service.demo import run_demo
-from service.demo_model import DemoModelError
+from service.demo import demo_settings, run_demo
+from service.demo_model import DemoModelError, write_demo_model
+from service.embed import EmbedError, EmbedStopped, Job, Tally, embed, embed_with_own_service
+from service.embed_journal import JournalError
+from service.embed_sources import SourceError, find_sources
 from service.extract import ExtractError, Slim, extract
 from service.file_progress import shown
 from service.host_memory import available
@@ -31,7 +34,7 @@ from service.keys import KeysError
 from service.logs import start_logging
 from service.plan import plan_capacity, render
 from service.reference import ReferenceFileError
-from service.server import ServeError, serve
+from service.server import EXIT_FAILED, ServeError, serve
 from service.transport import ControlSocketError
 from service.worker_host import host_workers
 from tp.checkpoint import CheckpointError, check_dtype, check_tensors, read_vision_tensors
@@ -43,6 +46,8 @@ from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, mode
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 _PLAN_COLUMNS = 132
+_SHOWN_ERRORS = 5
+_KEY_VARIABLE = "TPVISION_API_KEY"  # an argument would show in the list of processes
 _FLAGS = {  # flag -> setting
     "model": "model.path",
     "dtype": "model.dtype",
@@ -70,6 +75,9 @@ _USER_ERRORS = (
     DemoModelError,
     ExtractError,
     ReferenceFileError,
+    EmbedError,
+    JournalError,
+    SourceError,
 )
 
 Result = TypeVar("Result")
@@ -86,6 +94,9 @@ def main() -> None:
         sys.exit(arguments.run(arguments))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except EmbedStopped as error:
+        print(f"tpvision: {error}\nwhat is finished is kept: the same line goes on from here", file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_FAILED)
     except _USER_ERRORS as error:
         if getattr(arguments, "json", False):
             _print_json({"error": str(error)})
@@ -126,6 +137,41 @@ def run_demo_command(arguments: argparse.Namespace) -> int:
     """`tpvision demo`: make a model, serve it, send it a photograph."""
     _need_torch()
     return _run(run_demo(arguments.size, arguments.out, port=arguments.port, once=arguments.once, tp=arguments.tp))
+
+
+def run_embed(arguments: argparse.Namespace) -> int:
+    """`tpvision embed`: every image of a folder, a glob or a Parquet file, into a safetensors or Parquet file."""
+    job = Job(
+        tuple(arguments.places),
+        arguments.out,
+        column=arguments.column,
+        pooled=arguments.output == "pooled",
+        normalize=arguments.normalize,
+        oversize=arguments.oversize,
+        concurrency=arguments.concurrency,
+        deadline_s=arguments.deadline_s,
+        shard_bytes=arguments.shard_mib << 20,
+    )
+    if arguments.url is not None and (arguments.demo or arguments.model is not None):
+        raise EmbedError("--url names a service that runs; --model and --demo start one")
+    sources = find_sources(job.places, column=job.column)
+    with _told_to_stop(), contextlib.ExitStack() as stack:
+        if arguments.url is not None:
+            logging.basicConfig(level="INFO", format="%(message)s")
+            logging.getLogger("httpx").setLevel(logging.WARNING)
+            tally: Tally | None = _run(embed(job, sources, arguments.url, api_key=os.environ.get(_KEY_VARIABLE)))
+        else:
+            settings = _own_settings(arguments, stack)
+            start_logging(settings)
+            _need_temporary_folder()
+            spec = read_checked_spec(settings)
+            _need_torch()
+            check_weights(settings, spec)
+            tally = _run(embed_with_own_service(job, sources, settings, spec))
+        if tally is None:
+            raise KeyboardInterrupt
+    _show_tally(tally)
+    return 0
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
@@ -283,6 +329,31 @@ def _print_json(values: Any) -> None:
     print(json.dumps(values, indent=2, allow_nan=False))  # noqa: T201
 
 
+def _own_settings(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Settings:
+    """Those of the service that `embed` starts: a demo model lives as long as the stack."""
+    arguments.log_level = "warning"
+    if not arguments.demo:
+        settings = _load(arguments).settings
+        if settings.model.path is None:
+            raise EmbedError("name a service with --url, a checkpoint folder with --model, or --demo")
+        return settings
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpvision-demo-")))
+    write_demo_model(folder, size="tiny")
+    return demo_settings(folder, port=0, tp=2)
+
+
+def _show_tally(tally: Tally) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    num_new = tally.num_images - tally.num_before
+    before = f", {tally.num_before:,} by an earlier run" if tally.num_before else ""
+    rate = f"{num_new:,} in {tally.seconds:.1f} s, {num_new / tally.seconds:.1f} images/s{before}"
+    console.print(f"{tally.num_images:,} images ({rate}) -> {', '.join(map(str, tally.paths))}")
+    for entry in tally.errors[:_SHOWN_ERRORS]:
+        console.print(f"  {entry.name}: {entry.about['code']}: {entry.about['message']}")
+    if tally.errors:
+        console.print(f"  {len(tally.errors):,} have no embedding; the output says which and why")
+
+
 def _show_slim(source: str, slim: Slim, amount: tuple[str, str]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     rows = [
@@ -325,6 +396,7 @@ def _parser() -> argparse.ArgumentParser:
     extractor.add_argument("source", type=Path, metavar="SRC_DIR", help="checkpoint folder")
     for command in (fetcher, extractor):
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    _add_embed(commands, shared)
     _add_check(commands)
     add_bench(commands)
     planner = _add(commands, "plan", run_plan, shared)
@@ -343,6 +415,32 @@ def _add_demo(commands: Any) -> None:
     demo_parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     demo_parser.add_argument("--port", type=int, default=8000, help="TCP port; 0 picks a free one (default 8000)")
     demo_parser.add_argument("--once", action="store_true", help="exit after the photograph's embeddings")
+
+
+def _add_embed(commands: Any, shared: argparse.ArgumentParser) -> None:
+    embedder = _add(commands, "embed", run_embed, shared)
+    embedder.add_argument(
+        "places", nargs="+", metavar="FOLDER|GLOB|PARQUET", help="folders with the folders in them, globs, files"
+    )
+    embedder.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.safetensors or FILE.parquet")
+    embedder.add_argument("--url", help=f"a service that runs; its key is in {_KEY_VARIABLE}")
+    embedder.add_argument("--demo", action="store_true", help="start one on the demo model: numbers without meaning")
+    embedder.add_argument(
+        "--output",
+        choices=("pooled", "tokens"),
+        default="pooled",
+        help="a mean vector an image (default), or its tokens",
+    )
+    embedder.add_argument("--normalize", action="store_true", help="to unit length")
+    embedder.add_argument("--oversize", choices=("refuse", "downscale"), help="images over the service's top tier")
+    embedder.add_argument("--column", default="image", help="of a Parquet file: bytes, paths or both (default image)")
+    embedder.add_argument("--concurrency", type=int, default=8, metavar="N", help="images under way (default 8)")
+    embedder.add_argument(
+        "--deadline-s", type=float, default=300, metavar="S", help="for an image, retries included (default 300)"
+    )
+    embedder.add_argument(
+        "--shard-mib", type=int, default=4096, metavar="N", help="more becomes FILE-00001-of-00002 … (default 4096)"
+    )
 
 
 def _add_check(commands: Any) -> None:

@@ -4,7 +4,7 @@ Format: 8 bytes little-endian header length, JSON header, then the tensors' byte
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -17,9 +17,9 @@ class Item(NamedTuple):
     num_bytes: int
 
 
-def file_start(items: Iterable[Item]) -> bytes:
+def file_start(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> bytes:
     """Length and header, padded so that the data starts aligned to 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for item in items:
         end = start + item.num_bytes
