@@ -1,16 +1,18 @@
-"""The README's promises that a machine can check: the tables of settings and metrics, and every curl line.
+"""The README's promises that a machine can check: its tables of settings and metrics, curl lines and Python.
 
 `python tests/test_readme.py` writes the tables into the README.
 """
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from make_photograph import PHOTOGRAPH
+from make_photograph import PHOTOGRAPH, acceptance_picture
 from running import ROOT, RunningService
 
 from service.demo_model import write_demo_model
@@ -82,6 +84,34 @@ def test_a_curl_line_runs_as_it_stands(demo_service: RunningService, line: str, 
 
 def test_there_are_curl_lines() -> None:
     assert len(CURL_LINES) >= 8
+
+
+def test_the_embed_line_and_the_python_run_as_they_stand(demo_service: RunningService, tmp_path: Path) -> None:
+    text = README.read_text().replace("http://127.0.0.1:8000", demo_service.url)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photo.jpg").write_bytes(PHOTOGRAPH.read_bytes())
+    for name, width in (("a", 448), ("b", 448), ("c", 56)):
+        (tmp_path / "photos" / f"{name}.jpg").write_bytes(acceptance_picture(width, 448))
+    (line,) = re.findall(rf"^tpvision (embed .*{demo_service.url})$", text, re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = [["-m", "service.cli", *line.split()], *(["-c", block] for block in blocks)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    ended = [
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        for command in commands
+    ]
+    assert [run.returncode for run in ended] == [0, 0, 0], "".join(run.stderr for run in ended)
+    assert ended[1].stdout.splitlines() == ["(1610, 128) torch.float32 (1, 70, 92)", "(128,)", "(128,)"]
+    assert [row.split()[1] for row in ended[2].stdout.splitlines()][2] == "photos/c.jpg"  # a and b are the same
+    assert ended[2].stdout.startswith("1.0000")
 
 
 if __name__ == "__main__":
