@@ -10,4 +10,5 @@ def test_the_peak_is_what_tensors_hold_at_once() -> None:
         del first
         second.mul_(2)
 
-    assert peak_allocated_bytes(work, torch.device("cpu")) == 8_000_000
+    peak_bytes = peak_allocated_bytes(work, torch.device("cpu"))
+    assert 8_000_000 <= peak_bytes < 8_001_000  # scalars are tensors too
