@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -167,6 +168,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _show(part: Part, arguments: argparse.Namespace) -> int:
     """Run a part, saying on standard error how far it is, and print its report."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started ends, folders are removed
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         try:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import COMMAND, GOLDEN, ROOT
+from running import COMMAND, GOLDEN, ROOT, descendants, is_alive, wait_until
 
 from service.bench.tower import BASELINE, Contender, Entrant, Lap, Race, Row, contenders, label
 from service.bench.usage import CpuWatch
@@ -235,6 +235,17 @@ def test_a_folder_without_tensors_is_refused_before_anything_is_started(tmp_path
     ended = bench("--model", str(tmp_path / "model"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ".safetensors" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_benchmark_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
+    command = [*COMMAND, "bench", "tower", "--model", str(MODEL), "--tp", "1"]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        wait_until(lambda: any(tmp_path.glob("tpvision-bench-*/socket")), 60)
+        pids = descendants(process.pid)
+        process.terminate()
+        assert process.wait(30) == 130
+    wait_until(lambda: not any(map(is_alive, pids)))
+    assert not any(tmp_path.glob("tpvision-*"))
 
 
 def test_a_rank_that_ends_ends_the_benchmark_with_a_line() -> None:
