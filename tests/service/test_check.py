@@ -49,7 +49,7 @@ class Ended:
 
 def tpvision_check(*arguments: str, **environ: str) -> Ended:
     command = [*COMMAND, "check", "--device", "cpu", *arguments]
-    environ = {**os.environ, **environ}
+    environ = {**os.environ, "TPVISION_IMAGE__DECODE_PROCESSES": "1", **environ}
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=180, check=False)
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
