@@ -248,7 +248,7 @@ class Engine:
             self._modes.note(choice.mode, batch.costs, workers_s)
             self._tier_times.note(BatchTime(batch.num_patches, len(batch.entries), workers_s))
             plans = [entry.plan for entry in batch.entries]
-            self.metrics.note_batch(plans, replies, group=group.index, mode=choice.mode)
+            self.metrics.note_batch(plans, replies, group=group.index, choice=choice)
             self._batcher.settle(batch, replies)
 
     async def start(self) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from service.errors import BY_CODE
 from service.geometry import ImagePlan
+from service.modes import Choice
 from service.record import STAGES, RequestRecord
 from service.transport import LOSSES, Loss
 from service.version import installed_version
@@ -113,6 +114,14 @@ class Metrics(Collector):
             "Batches encoded. mode: tp, all ranks on each image, or dp, each on its own.",
             "mode",
         )
+        self._batch_seconds = self._counter(
+            "batch_seconds_total", "What batches took on their slowest rank, by the mode they ran in.", "mode"
+        )
+        self._predicted_seconds = self._counter(
+            "batch_predicted_seconds_total",
+            "What the same batches were predicted to take in each mode, where parallel.resident leaves a choice.",
+            "mode",
+        )
         self._batch_patches = self._histogram("batch_patches", "Patches of a batch.", _PATCHES)
         self._batch_images = self._histogram("batch_images", "Images of a batch.", _IMAGES)
         self._rank_forward = self._histogram(
@@ -154,9 +163,13 @@ class Metrics(Collector):
         for stage, seconds in record.times_s.items():
             self._stage_seconds.labels(stage).observe(seconds)
 
-    def note_batch(self, plans: Sequence[ImagePlan], replies: Sequence[Done], *, group: int, mode: Mode) -> None:
+    def note_batch(self, plans: Sequence[ImagePlan], replies: Sequence[Done], *, group: int, choice: Choice) -> None:
         """A batch of these images was encoded; `replies` are its ranks', in order."""
+        mode = choice.mode
         self._batches.labels(mode).inc()
+        self._batch_seconds.labels(mode).inc(max(reply.forward_s + reply.all_gather_s for reply in replies))
+        for predicted_mode, seconds in choice.predicted_s.items():
+            self._predicted_seconds.labels(predicted_mode).inc(seconds)
         self._batch_images.observe(len(plans))
         self._batch_patches.observe(sum(plan.patches for plan in plans))
         for plan in plans:
@@ -202,6 +215,8 @@ class Metrics(Collector):
         self.note_tiers(settings.capacity.patch_capacities)
         for mode in get_args(Mode):
             self._batches.labels(mode)
+            self._batch_seconds.labels(mode)
+            self._predicted_seconds.labels(mode)
         for stage in STAGES:
             self._stage_seconds.labels(stage)
         for code, error in BY_CODE.items():

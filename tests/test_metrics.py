@@ -18,6 +18,7 @@ from service.errors import BY_CODE
 from service.geometry import plan_image
 from service.groups import GROUP_STATES
 from service.metrics import Metrics, ServiceState
+from service.modes import Choice
 from service.record import STAGES, UNKNOWN_ROUTE
 from service.transport import LOSSES
 from tp.settings import Settings
@@ -134,6 +135,8 @@ MOVES: dict[str, list[Callable[[Scrape, Scrape, Scrape], bool]]] = {
     ],
     "pixels_total": [rose("pixels_total")],
     "padding_pixels_total": [rose("padding_pixels_total")],
+    "batch_seconds_total": [rose("batch_seconds_total", mode="tp"), rose("batch_seconds_total", 0, mode="dp")],
+    "batch_predicted_seconds_total": [rose("batch_predicted_seconds_total", 0)],
     "batches_total": [rose("batches_total", mode="tp"), rose("batches_total", 0, mode="dp")],
     "batch_patches": [rose("batch_patches_bucket", 1, le="32.0"), rose("batch_patches_sum")],
     "batch_images": [rose("batch_images_count"), rose("batch_images_sum")],
@@ -273,7 +276,7 @@ def test_skew_is_that_of_ranks_which_share_their_images(mode: Any, skews_s: list
     metrics = Metrics(Settings(), model="m", dtype="float32", read_state=nothing_yet)
     plan = plan_image(64, 48, PUBLISHED_K3.processor, (1024,), "refuse")
     replies = [Done(batch_id=1, non_finite=[], forward_s=seconds, all_gather_s=0) for seconds in (0.5, 0.75)]
-    metrics.note_batch([plan], replies, group=0, mode=mode)
+    metrics.note_batch([plan], replies, group=0, choice=Choice(mode, {"tp": 2.0, "dp": 3.0}))
     scrape = Scrape(metrics.expose("")[0].decode())
     assert scrape.value("batches_total", mode=mode) == scrape.value("batches_total") == 1
     assert scrape.value("rank_forward_seconds_sum", group="0", rank="1") == 0.75

@@ -36,6 +36,9 @@ def test_many_small_images_come_out_as_each_does_alone(resident: RunningService)
     assert_balanced(resident)
     scrape = resident.scrape()
     assert scrape.value("batches_total") == scrape.value("batch_images_count") > 0
+    assert scrape.value("batches_total", mode="dp") > 0
+    for mode in ("tp", "dp"):
+        assert scrape.value("batch_predicted_seconds_total", mode=mode) > 0
     assert scrape.value("images_total") == scrape.value("batch_images_sum") == 2 * len(pictures)
 
 
