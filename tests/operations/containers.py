@@ -29,10 +29,11 @@ IMAGES = {  # target: name
 STORE = FOLDER / "containers"
 READY_S = 120
 HARDENED = (
-    *("--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp:mode=1777"),
-    *("--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=512", "--memory=4g"),
+    *("--read-only", "--read-only-tmpfs=false", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
+    *("--pids-limit=512", "--memory=4g"),
     "--health-interval=disable",  # podman schedules health checks with systemd; the tests run them by hand
 )
+TMP = "--tmpfs=/tmp:mode=1777"
 _BASE = "localhost/debian:bookworm-slim"
 _NOT_IN_THE_BASE = ("/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*")
 _CONTAINERS_CONF = """

@@ -1,6 +1,6 @@
 """The images of docker/Dockerfile, really built and run as a hardened container: start, work, drain, recover.
 
-`pytest -m 'operations and slow' -s tests/operations/test_images.py` prints the figures that docker/README.md gives.
+`pytest -m 'operations and slow' -s tests/operations/test_images.py` prints sizes and times.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors
-from containers import IMAGES, Container, build_images, engine, podman, project_version
+from containers import IMAGES, TMP, Container, build_images, engine, podman, project_version
 from make_photograph import PHOTOGRAPH, acceptance_picture
 from proxies import free_port
 from running import GOLDEN, ROOT, RunningService, descendants, images_of, is_alive, wait_until
@@ -53,7 +53,7 @@ def start() -> Iterator[Start]:
 
 
 def start_combined(start: Start) -> Container:
-    options = (*MODEL, "--publish", "127.0.0.1::8000", "--env", "TPVISION_PARALLEL__TENSOR=2")
+    options = (*MODEL, TMP, "--publish", "127.0.0.1::8000", "--env", "TPVISION_PARALLEL__TENSOR=2")
     started = time.monotonic()
     container = start("combined", options=options).wait_ready()
     print(f"\ncombined: ready {time.monotonic() - started:.1f} s after its start, two ranks of the tiny model")
@@ -79,7 +79,7 @@ def test_an_image_says_what_it_is(image: str) -> None:
     user, group = map(int, config["User"].split(":"))
     assert user >= 10_000 and group >= 10_000
     assert config["Entrypoint"] == ["/usr/bin/tini", "--", "tpvision"]
-    assert ("HealthCheck" in inspected) == (image != "worker")
+    assert ("Healthcheck" in inspected) == (image != "worker")
     labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
     assert (labels["title"], labels["version"], labels["licenses"]) == ("tpvision", project_version(), "Apache-2.0")
     assert {"description", "revision", "created"} <= labels.keys()
@@ -161,9 +161,9 @@ def test_a_killed_rank_comes_back(start: Start) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ((), "model.path is not set"),
-        ((*MODEL, "--tmpfs=/run/tpvision:mode=0700"), "cannot listen on the control socket"),
-        ((*MODEL, "--tmpfs=/tmp:ro"), "no folder for temporary files"),
+        ((TMP,), "model.path is not set"),
+        ((*MODEL, TMP, "--tmpfs=/run/tpvision:mode=0700"), "cannot listen on the control socket"),
+        (MODEL, "no folder for temporary files"),
     ],
 )
 def test_a_container_that_cannot_start_says_why_on_its_last_line(
