@@ -3,6 +3,8 @@
 import socket
 import ssl
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,11 +25,21 @@ http {{
 """
 
 
+@contextmanager
+def running_proxy(name: str, *, behind: str, folder: Path) -> Iterator["Proxy"]:
+    """A proxy in front of the service with the URL `behind`; it ends with the block, however that ends."""
+    proxy = Proxy(name, behind=behind, folder=folder)
+    try:
+        proxy.wait_ready()
+        yield proxy
+    finally:
+        proxy.stop()
+
+
 class Proxy:
     """One proxy process on a free port of loopback. Its files differ from the ones shipped in addresses alone."""
 
     def __init__(self, name: str, *, behind: str, folder: Path) -> None:
-        """`behind`: the service's URL."""
         authority = trustme.CA()
         certificate = authority.issue_cert("localhost")
         certificate.private_key_pem.write_to_path(folder / "tpvision.key")
@@ -40,8 +52,10 @@ class Proxy:
         command = make(httpx.URL(behind).netloc.decode(), folder)
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, cwd=folder)
-        wait_until(self._listens, timeout_s=10)
         self.client = httpx.Client(base_url=self.url, verify=self.trust, timeout=200, trust_env=False)
+
+    def wait_ready(self) -> None:
+        wait_until(self._listens, timeout_s=10)
         wait_until(lambda: self.client.get("/livez").status_code == 200, timeout_s=10)  # Envoy has seen it healthy
 
     def connect(self) -> ssl.SSLSocket:

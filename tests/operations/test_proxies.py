@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 from make_photograph import acceptance_picture
 from PIL import Image
-from proxies import NAMES, Proxy
+from proxies import NAMES, Proxy, running_proxy
 from running import GOLDEN, RunningService, images_of, ranks_of, wait_until
 
 pytestmark = pytest.mark.operations
@@ -61,9 +61,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 def proxy(
     request: pytest.FixtureRequest, service: RunningService, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Proxy]:
-    proxy = Proxy(request.param, behind=service.url, folder=tmp_path_factory.mktemp(request.param))
-    yield proxy
-    proxy.stop()
+    folder = tmp_path_factory.mktemp(request.param)
+    with running_proxy(request.param, behind=service.url, folder=folder) as proxy:
+        yield proxy
 
 
 def error_code(answer: httpx.Response) -> str:
@@ -170,11 +170,12 @@ def test_an_answer_that_takes_a_while_is_waited_for(proxy: Proxy, service: Runni
 
 
 def test_many_requests_of_one_client_at_a_time_are_refused_by_nginx(service: RunningService, tmp_path: Path) -> None:
-    proxy = Proxy("nginx", behind=service.url, folder=tmp_path)
     large = acceptance_picture(896, 896)
-    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+    with (
+        running_proxy("nginx", behind=service.url, folder=tmp_path) as proxy,
+        concurrent.futures.ThreadPoolExecutor(40) as pool,
+    ):
         answers = list(pool.map(lambda _: proxy.client.post("/v1/encode", content=large), range(40)))
-    proxy.stop()
     assert {200, 429} == {answer.status_code for answer in answers}
     errors = [
         (answer.json()["error"], answer.headers["retry-after"]) for answer in answers if answer.status_code == 429
@@ -186,20 +187,17 @@ def test_many_requests_of_one_client_at_a_time_are_refused_by_nginx(service: Run
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_front_end_a_proxy_answers_in_the_services_words(name: str, tmp_path: Path) -> None:
     service = RunningService(["--model", str(GOLDEN / "tiny-k3-f32")]).wait_ready()
-    proxy = Proxy(name, behind=service.url, folder=tmp_path)
-    assert service.stop() == 0
-    started = time.monotonic()
-    answer = proxy.client.post("/v1/encode", content=GOOD)
-    assert time.monotonic() - started < 5
-    proxy.stop()
+    with running_proxy(name, behind=service.url, folder=tmp_path) as proxy:
+        assert service.stop() == 0
+        started = time.monotonic()
+        answer = proxy.client.post("/v1/encode", content=GOOD)
+        assert time.monotonic() - started < 5
     assert (answer.status_code, error_code(answer), answer.headers["retry-after"]) == (503, "not_ready", "2")
 
 
 def test_envoy_refuses_a_body_before_it_is_sent(service: RunningService, tmp_path: Path) -> None:
-    proxy = Proxy("envoy", behind=service.url, folder=tmp_path)
-    with proxy.connect() as client:
+    with running_proxy("envoy", behind=service.url, folder=tmp_path) as proxy, proxy.connect() as client:
         head = f"POST /v1/encode HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n"
         client.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
         client.settimeout(STALL_S)
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
-    proxy.stop()
