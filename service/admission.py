@@ -19,7 +19,9 @@ from tp.slab import Run
 _AVERAGE_S = 10.0  # time constant of all averages
 _LONGEST_RETRY_S = 600
 _COST_FLOOR = 1024.0  # what a smaller batch takes is overhead, and tells nothing about a larger one
-_MAX_PRESSURE = 2.5
+_OVERLOAD_S = 10.0  # an overload is taken to go on for so long, and for as long as it has lasted,
+_MAX_LASTED_S = 30.0  # up to that
+_MAX_FACTOR = 4.0  # of what can be done; of what arrives beyond, most did not wait for as long as they were told
 
 
 class RowAllocator:
@@ -70,6 +72,18 @@ class Rows:
         """One more holder."""
         assert self._num_holders > 0, "the rows were given back already"
         self._num_holders += 1
+
+    def move(self) -> "Rows | None":
+        """Let all holders hold another free run instead; the run that they had, with one holder of its own.
+
+        None, and nothing done, where no run of that size is free.
+        """
+        runs = self._allocator.allocate([self.run.num_patches])
+        if runs is None:
+            return None
+        left = Rows(self.run, self._allocator)
+        (self.run,) = runs
+        return left
 
     def release(self) -> None:
         """One holder fewer; the last one frees the rows."""
@@ -128,6 +142,11 @@ class Rate:
         self._cost = kept * self._cost + cost
         self._seconds = kept * self._seconds + seconds
 
+    @property
+    def per_s(self) -> float:
+        """Work a second; that of less than a second counts as a second's."""
+        return self._cost / max(1.0, self._seconds)
+
     def seconds_for(self, cost: float) -> float | None:
         """How long that much work takes; None before the first measurement."""
         return cost * self._seconds / self._cost if self._cost and self._seconds else None
@@ -137,8 +156,10 @@ class Admission:
     """Grants permits, or refuses at once with the reason and when to come back.
 
     Work is counted in patch equivalents (EncoderSpec.cost). `Retry-After` is the time until what is queued and what was
-    promised to others that were refused is done, at the measured rate; and longer by the ratio of arriving to done
-    work while more arrives than is done, since those who come back then have to share with those who come first.
+    promised to others that were refused is done, at the measured rate. While more arrives than is done it is half as
+    long again, and for as long as that has lasted beyond, since it will go on: those who come back into it have to
+    share with those who come first. A client that comes back early looks like a new one, so promises do not count in
+    full while far more arrives than could be new.
     """
 
     def __init__(self, num_patches: int, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -151,9 +172,11 @@ class Admission:
         self._drained = Rate()  # answered work over the time in which there was any
         self._encoded = Rate()  # batches over the time that they took on the workers
         self._drained_until = clock()
-        self._offered_cost = 0.0  # decaying sum of what arrived
+        self._busy_since = clock()
+        self._offered = Rate()  # work that arrived since then
+        self._recent_cost = 0.0  # decaying sum of all that arrived
         self._offered_at = clock()
-        self._promises: list[tuple[float, float]] = []  # when a refused client was told to return, and its cost
+        self._promised: dict[int, float] = {}  # cost by the second in which refused clients were told to return
 
     @contextlib.contextmanager
     def admit(self, sizes: Sequence[int], *, cost: float) -> Iterator[Permit]:
@@ -188,16 +211,22 @@ class Admission:
         if self.bytes_in_flight + num_bytes > self.limits.max_inflight_bytes:
             raise self._overloaded(f"{self.bytes_in_flight} bytes of bodies and answers are in flight", 0.0)
 
+    def note_warm_up(self, cost: float, seconds: float) -> None:
+        """Begin with what an image took before any was asked for, where nothing is known yet."""
+        for rate in (self._encoded, self._drained):
+            if rate.seconds_for(cost) is None:
+                rate.add(cost, seconds)
+
     def note_batch(self, cost: float, seconds: float) -> None:
         """Learn from a batch that has just finished and took `seconds` on the workers."""
         now = self._clock()
-        self._encoded.add(max(cost, _COST_FLOOR), seconds)
+        self._encoded.add(cost, seconds)  # without a floor: who calls a batch hung must rather wait for too long
         self._drained.add(max(cost, _COST_FLOOR), now - self._drained_until)
         self._drained_until = now
 
     def expected_wait_s(self) -> float:
         """Seconds until all that is queued now is done; 0 while nothing was measured."""
-        return max(0.0, self._drained.seconds_for(self.queued_cost) or 0.0)
+        return self._drain_s(self.queued_cost)
 
     def expected_batch_s(self, cost: float) -> float | None:
         """Seconds that a batch takes on the workers; None while nothing was measured."""
@@ -205,18 +234,28 @@ class Admission:
 
     def _overloaded(self, reason: str, cost: float) -> Overloaded:
         now = self._clock()
-        self._promises = [promise for promise in self._promises if promise[0] > now]
-        ahead = self.queued_cost + sum(promised for _, promised in self._promises)
-        expected_s = (self._drained.seconds_for(ahead) or 0.0) * self._pressure()
+        self._promised = {due: promised for due, promised in self._promised.items() if due > now}
+        overload = min(1.0, max(0.0, self._drain_s(self._offered.per_s) - 1))
+        expected_s = self._drain_s(self.queued_cost + sum(self._promised.values())) * (1 + overload / 2)
+        expected_s += overload * (_OVERLOAD_S + min(now - self._busy_since, _MAX_LASTED_S))
         wait_s = min(max(1, math.ceil(expected_s)), _LONGEST_RETRY_S)
-        self._promises.append((now + wait_s, cost))
+        due = math.ceil(now + wait_s)
+        self._promised[due] = self._promised.get(due, 0.0) + cost * self._share_of_new()
         return Overloaded(f"{reason}; try again in {wait_s} s", retry_after_s=wait_s)
 
     def _note_offer(self, cost: float) -> None:
         now = self._clock()
-        self._offered_cost = self._offered_cost * math.exp((self._offered_at - now) / _AVERAGE_S) + cost
-        self._offered_at = now
+        since_s, self._offered_at = now - self._offered_at, now
+        self._recent_cost = self._recent_cost * math.exp(-since_s / _AVERAGE_S) + cost
+        if self._num_admitted == 0:
+            self._busy_since, self._offered, since_s = now, Rate(), 0.0
+        self._offered.add(cost, since_s)
 
-    def _pressure(self) -> float:
-        """Arriving work over done work, at least 1 and capped: a burst seldom lasts for longer."""
-        return min(_MAX_PRESSURE, max(1.0, (self._drained.seconds_for(self._offered_cost) or 0.0) / _AVERAGE_S))
+    def _share_of_new(self) -> float:
+        """Of those who arrive, how many may be new, as far as one can tell."""
+        factor = self._drain_s(self._recent_cost) / _AVERAGE_S
+        return 1.0 if factor <= _MAX_FACTOR else ((_MAX_FACTOR - 1) / (factor - 1)) ** 2
+
+    def _drain_s(self, cost: float) -> float:
+        """Seconds in which that much work is answered; 0 while nothing was measured."""
+        return self._drained.seconds_for(cost) or 0.0
