@@ -105,8 +105,11 @@ class RequestScope:
         if "refused" in scope["state"]:
             return
         record = scope["state"]["record"] = self._reporter.begin(scope)
+        has_unsent_body = (b"expect", b"100-continue") in [(name, value.lower()) for name, value in scope["headers"]]
 
         async def receive_counted() -> Message:
+            nonlocal has_unsent_body
+            has_unsent_body = False  # reading is what asks for it
             message = await receive()
             record.bytes_in += len(message.get("body", b""))
             return message
@@ -117,6 +120,8 @@ class RequestScope:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
                 headers["traceparent"] = str(record.trace)
+                if has_unsent_body:  # nobody knows whether the client now sends it or another request
+                    headers["connection"] = "close"
             record.bytes_out += len(message.get("body", b""))
             await send(message)
 

@@ -35,6 +35,9 @@ PROBES = ("/livez", "/readyz", "/health", "/metrics")  # whoever watches the ser
 _PROBE_URLS = frozenset(path.encode() for path in PROBES)
 _MAX_HEADERS = 128  # a header costs us far more than the four bytes that `a:` and its line end take
 _MAX_PIPELINED = 16  # requests parsed behind the one in progress
+_PARSED_BYTES = 16 * 2**10  # at a time, between two looks at the bounds
+_FREE_CHUNKS = 1000  # of one body, whatever they hold;
+_MIN_CHUNK_BYTES = 32  # of more than those, on average: a chunk of a single byte costs as much
 _RESERVED = 128  # connections beyond the limit, for probes to come in when all others are busy
 _LINGER_S = 2.0  # a refused client may read its answer for so long; closing at once would reset the connection
 _MIN_READ_BYTES = 64 * 2**10  # within send_timeout_s; a client that takes less does not read
@@ -107,6 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
         `on_refused` is told of what is refused before it is a request, and gives the id for its answer.
         """
+        self._pieces: list[bytes] = []  # of a body, parsed and not yet passed on
+        self.on_body = self._pieces.append  # type: ignore[method-assign, assignment]  # no frame of ours for each
         super().__init__(*arguments, **options)
         self._current_limits = limits
         self._limits = limits()
@@ -119,6 +124,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0  # of request line, headers and trailers, as parsed
         self._unparsed_bytes = 0  # received since the parser last told of something
+        self._num_chunks = 0  # of a body, beyond one for each time that it was parsed
+        self._num_body_bytes = 0
         self._num_unsent = 0
         self._fault: ServiceError | None = None  # what a callback raised; the parser only says that one did
         self._is_refused = False
@@ -142,27 +149,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless it was refused before."""
-        if self._is_refused:
+        if self._is_deaf:
             return
         if self._is_idle and self._active is not None:  # a new connection's deadline runs since it was made
             self._limits = self._current_limits()
             self._arm(self._limits.header_timeout_s, self._head_is_late)
-        self._unparsed_bytes += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # we stay with HTTP/1.1, and what follows might not be that
-            if self._active is not None:
-                self._active.keep_alive = False
-        except httptools.HttpParserError:
-            self._refuse(self._fault or InvalidRequest("the request is not valid HTTP/1.1"))
-        else:
-            if self._unparsed_bytes > self._limits.max_header_bytes:
-                self._refuse(self._too_large())
+        view = memoryview(data)
+        for start in range(0, len(data), _PARSED_BYTES):
+            if not self._is_deaf:
+                self._parse(view[start : start + _PARSED_BYTES])
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         self._in_message = self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._num_chunks = self._num_body_bytes = 0
         super().on_message_begin()
         self.scope["state"]["started"] = time.monotonic()
 
@@ -182,6 +182,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """The head is complete: the application starts, unless there is no room for another request."""
         self._unparsed_bytes = 0
         self._in_head = False
+        if self.parser.should_upgrade():
+            return  # see `_decline_upgrade`
         self._disarm()
         if not self._table.has_room(self) and self.url.partition(b"?")[0] not in _PROBE_URLS:
             limit = self._table.max_connections
@@ -193,13 +195,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._table.mark_busy(self)
 
-    def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
-        self._unparsed_bytes = 0
-        super().on_body(body)
-
     def on_message_complete(self) -> None:
         """The last byte of a request."""
+        if self.parser.should_upgrade():
+            return
+        self._pass_on()
         self._unparsed_bytes = 0
         self._in_message = False
         super().on_message_complete()
@@ -225,9 +225,53 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_answering:
             self._table.mark_waiting(self)
 
+    def _parse(self, data: "bytes | memoryview") -> None:
+        self._unparsed_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            self._pass_on()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(self._fault or InvalidRequest("the request is not valid HTTP/1.1"))
+        else:
+            if self._unparsed_bytes > self._limits.max_header_bytes:
+                self._refuse(self._too_large())
+            elif self._num_chunks > _FREE_CHUNKS + self._num_body_bytes // _MIN_CHUNK_BYTES:
+                self._refuse(InvalidRequest(f"a body in chunks of less than {_MIN_CHUNK_BYTES} bytes on average"))
+
+    def _pass_on(self) -> None:
+        """Give the pieces of the body that were parsed to the request that they belong to."""
+        if not self._pieces:
+            return
+        body = b"".join(self._pieces)
+        self._num_chunks += len(self._pieces) - 1
+        self._num_body_bytes += len(body)
+        self._pieces.clear()
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def _decline_upgrade(self, rest: "bytes | memoryview") -> None:
+        """Stay with HTTP/1.1, as a server may. The parser will not: another one gets the head without the wish."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(InvalidRequest("this is no proxy"))
+            return
+        lines = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join([*lines, b"", b""]))
+        if not self._is_deaf:
+            self._parse(rest)
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._active = cycle
         super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_deaf(self) -> bool:
+        """Whether what comes now is thrown away."""
+        return self._is_refused or self.transport.is_closing()
 
     @property
     def _is_answering(self) -> bool:

@@ -223,6 +223,25 @@ def test_a_body_of_200_mb_without_a_length_is_not_kept(service: RunningService, 
     assert watch.peak_body_bytes <= 64 * 2**20 + 4096
 
 
+def test_200_bodies_of_tiny_chunks_cost_nobody_a_moment(peers: Peers) -> None:
+    flood = b"1\r\ns\r\n" * 40_000
+    floods = [peers.connect(head("/v1/encode", "Transfer-Encoding: chunked")) for _ in range(200)]
+    for peer in floods:
+        peer.connection.setblocking(False)
+        with suppress(OSError):
+            peer.connection.send(flood)
+    peers.drive(floods, pause_s=60, timeout_s=10)
+    assert {(peer.status, peer.code) for peer in floods} == {(400, "invalid_request")}
+
+
+@pytest.mark.parametrize(("path", "length", "status"), [("/nothing", 5, 404), ("/v1/encode", 10**9, 413)])
+def test_a_body_that_is_not_asked_for_is_not_waited_for(peers: Peers, path: str, length: int, status: int) -> None:
+    peer = peers.connect(head(path, f"Content-Length: {length}", "Expect: 100-continue"))
+    while receive(peer):
+        pass
+    assert peer.status == status and b"\r\nconnection: close\r\n" in peer.received
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_200_slow_bodies_end_at_their_deadline(peers: Peers, watch: Watch, declared: bool) -> None:
     length = "Content-Length: 1000" if declared else "Transfer-Encoding: chunked"

@@ -264,8 +264,9 @@ def test_a_later_head_has_its_deadline_from_its_first_byte() -> None:
         b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Secret: " + b"secret" * 100_000,
         b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"s:\r\n" * 200,
         b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 100_000,
+        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 20_000 + b"\r\ns\r\n",
     ],
-    ids=["url", "value", "name", "bytes", "count", "empty", "trailer", "trailers", "chunk extension"],
+    ids=["url", "value", "name", "bytes", "count", "empty", "trailer", "trailers", "chunk extension", "whole one"],
 )
 @pytest.mark.parametrize("piece_bytes", [500, 10**6])
 def test_heads_have_a_bound(data: bytes, piece_bytes: int) -> None:
@@ -402,13 +403,77 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5) -> float:
     return time.monotonic() - started
 
 
-def test_upgrades_are_answered_in_http_1_and_closed() -> None:
+@pytest.mark.parametrize("piece_bytes", [1, 40, 10**6])
+@pytest.mark.parametrize("wish", ["h2c", "websocket", "secret/2.0, secret"])
+def test_upgrades_are_declined_and_nothing_is_lost(wish: str, piece_bytes: int) -> None:
+    headers = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {wish}", "HTTP2-Settings: AAEAAEAA")
+    chunked = b"5\r\nhello\r\n2\r\n!!\r\n0\r\n\r\n"
+    data = (
+        request("/a", *headers)
+        + request("/body", *headers, "Content-Length: 5", method="POST", body=b"hello")
+        + request("/body", *headers, "Transfer-Encoding: chunked", method="POST", body=chunked)
+        + request("/b")
+    )
+
     async def use(service: Service) -> None:
         client = await service.connect()
-        await client.send(request("/a", "Connection: Upgrade", "Upgrade: h2c"))
-        answer = await client.answer()
-        assert (answer.status, answer.headers["connection"]) == (200, "close")
-        await client.wait_closed()
+        for start in range(0, len(data), piece_bytes):
+            await client.send(data[start : start + piece_bytes])
+        for expected in (b"/a", b"5", b"7", b"/b"):
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, expected)
+
+    run(use)
+
+
+def test_a_head_with_a_wish_to_upgrade_has_the_same_bounds() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/a", "Connection: Upgrade", "Upgrade: h2c", *(f"s-{n}: y" for n in range(200))))
+        await refused(client, 431, "headers_too_large")
+
+    run(use)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 8])
+def test_a_body_of_tiny_chunks_is_refused_before_it_costs_anything(chunk_bytes: int) -> None:
+    flood = (f"{chunk_bytes:x}\r\n".encode() + b"s" * chunk_bytes + b"\r\n") * 40_000
+
+    async def use(service: Service) -> None:
+        clients = [await service.connect() for _ in range(50)]
+        started = time.monotonic()
+        for client in clients:
+            client.writer.write(request("/body", "Transfer-Encoding: chunked", method="POST", body=flood))
+        await refused(clients[0], 400, "invalid_request")
+        assert (await (await service.connect()).get("/a")).status == 200
+        assert time.monotonic() - started < 2
+
+    run(use)
+
+
+@pytest.mark.parametrize(("chunk_bytes", "num_chunks"), [(1, 900), (40, 5000), (5000, 100)])
+def test_small_chunks_are_taken_within_reason(chunk_bytes: int, num_chunks: int) -> None:
+    chunk = f"{chunk_bytes:x}\r\n".encode() + b"x" * chunk_bytes + b"\r\n"
+
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        for _ in range(2):  # the bound is each body's own
+            await client.send(request("/body", "Transfer-Encoding: chunked", method="POST", body=chunk * num_chunks))
+            await client.send(b"0\r\n\r\n")
+            assert (await client.answer()).body == str(chunk_bytes * num_chunks).encode()
+
+    run(use)
+
+
+def test_bytes_that_trickle_in_are_no_chunks() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        client.writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await client.send(request("/body", "Content-Length: 1500", method="POST"))
+        for _ in range(1500):
+            await client.send(b"x")
+            await asyncio.sleep(0)
+        assert (await client.answer()).body == b"1500"
 
     run(use)
 
