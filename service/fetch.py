@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from ipaddress import ip_address
@@ -25,14 +26,50 @@ Resolver = Callable[[str, int], Awaitable[Sequence[Address]]]
 
 _MAX_AT_ONCE = 8  # of one request
 _MAX_CONNECTIONS = 100  # of all requests together
+_MAX_LOOKUPS = 100  # of all requests together, with those that have ended
 _MAX_TRIED = 4  # addresses of one host; all of them are checked
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close", "User-Agent": "tpvision"}
 
 
-async def resolve(host: str, port: int) -> list[Address]:
-    """All addresses of a host, in the order in which to try them. Raises OSError when it has none."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+class SystemResolver:
+    """The system's resolver, which cannot be told to stop: each lookup keeps its place until it really ends.
+
+    In daemon threads, so that a slow name server holds up neither the other names nor the end of the process.
+    """
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(_MAX_LOOKUPS)
+
+    async def __call__(self, host: str, port: int) -> list[Address]:
+        """All addresses of a host, in the order in which to try them. Raises OSError when it has none."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Address]] = loop.create_future()
+
+        def settle(found: list[Address] | Exception) -> None:
+            self._places.release()
+            if answer.done():
+                return  # whoever asked has left
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+        def look_up() -> None:
+            found = _addresses(host, port)
+            with suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(settle, found)
+
+        await self._places.acquire()
+        threading.Thread(target=look_up, name="name lookup", daemon=True).start()
+        return await answer
+
+
+def _addresses(host: str, port: int) -> list[Address] | Exception:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return error
     return list(dict.fromkeys(ip_address(address[0]) for *_, address in found))
 
 
@@ -43,12 +80,12 @@ class Fetcher:
         self,
         rules: UrlSettings,
         *,
-        resolve: Resolver = resolve,
+        resolve: Resolver | None = None,
         is_allowed: Callable[[Address], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._rules = rules
-        self._resolve = resolve
+        self._resolve = resolve or SystemResolver()
         self._is_allowed = is_allowed
         self._tls = tls or httpx.create_ssl_context(trust_env=False)
         self._connections = asyncio.Semaphore(_MAX_CONNECTIONS)

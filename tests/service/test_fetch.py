@@ -27,7 +27,7 @@ from service import fetch as module
 from service.addresses import Address, is_public
 from service.body import Body
 from service.errors import BodyTooLarge, InvalidRequest, Overloaded, ServiceError, UrlFetchFailed
-from service.fetch import Fetcher, resolve
+from service.fetch import Fetcher, SystemResolver
 from tp.settings import UrlSettings
 
 PUBLIC, PRIVATE = "127.0.0.1", "127.0.0.2"
@@ -222,7 +222,7 @@ def test_hosts_with_an_address_that_is_not_public(host: str) -> None:
 def test_loopback_by_any_name_is_refused_by_the_real_predicate_and_resolver(host: str) -> None:
     class Real(Web):
         async def resolve(self, host: str, port: int) -> Sequence[Address]:
-            return await resolve(host, port)
+            return await SystemResolver()(host, port)
 
     web = Real({"/a": page()})
     refused(InvalidRequest, web, f"http://{host}:PORT/a", is_allowed=is_public)
@@ -230,14 +230,54 @@ def test_loopback_by_any_name_is_refused_by_the_real_predicate_and_resolver(host
 
 
 def test_the_real_resolver_gives_addresses_and_raises_for_none() -> None:
-    assert ip_address(PUBLIC) in asyncio.run(resolve("localhost", 80))
-    with pytest.raises(OSError):
-        asyncio.run(resolve("", 80))
+    async def run() -> None:
+        resolve = SystemResolver()
+        assert ip_address(PUBLIC) in await resolve("localhost", 80)
+        for name in ("", "a" * 64 + ".test"):
+            with pytest.raises((OSError, UnicodeError)):
+                await resolve(name, 80)
+
+    asyncio.run(run())
+
+
+def test_names_without_an_answer_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def look_up(host: str, port: int, **options: Any) -> Any:
+        if host.startswith("slow"):
+            answers.wait(20)
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (PUBLIC, port))]
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", look_up)
+
+    async def leave(resolve: SystemResolver, num_names: int) -> None:
+        """As many requests as this that end before their name has an answer."""
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await asyncio.gather(*(resolve(f"slow-{index}", 80) for index in range(num_names)))
+
+    async def run() -> None:
+        resolve = SystemResolver()
+        for _ in range(4):
+            await leave(resolve, 16)
+            async with asyncio.timeout(2):
+                assert await resolve("good", 80) == [ip_address(PUBLIC)]
+        for _ in range(9):
+            await leave(resolve, 100)
+        lookups = [thread for thread in threading.enumerate() if thread.name == "name lookup"]
+        assert len(lookups) == 100  # however many ask
+        assert all(thread.daemon for thread in lookups)  # the process can end
+        answers.set()
+        async with asyncio.timeout(2):
+            assert await resolve("good", 80) == [ip_address(PUBLIC)]
+
+    asyncio.run(run())
 
 
 def test_a_product_fetcher_has_the_real_predicate_and_resolver() -> None:
     fetcher = Fetcher(UrlSettings(fetch="on"))
-    assert (fetcher._resolve, fetcher._is_allowed) == (resolve, is_public)
+    assert (type(fetcher._resolve), fetcher._is_allowed) == (SystemResolver, is_public)
 
 
 def test_a_name_that_changes_its_address_is_resolved_once() -> None:
