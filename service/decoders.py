@@ -13,11 +13,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -46,6 +46,8 @@ _BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before a start, by failed ones in a row; t
 _BASE_BYTES = 256 * 2**20
 _BYTES_PER_UNIT = 24
 _ROOT = Path(__file__).parents[1]  # `service` can be imported from here, installed or not
+
+Result = TypeVar("Result")
 
 _HEADER = TypeAdapter(ImageHeader)
 _UNPACKED = TypeAdapter(child.Unpacked)
@@ -174,18 +176,21 @@ class DecoderPool:
             self._allow_urls,
             max_memory_bytes(limits),
         )
+        try:
+            return await _twice(lambda: self._unpack(task, body, limits))
+        except _DiedError as error:
+            raise InvalidRequest(f"reading the JSON body ended the process that did it ({error})") from None
+
+    async def _unpack(self, task: child.UnpackTask, body: Body, limits: LimitSettings) -> UnpackedBody:
         with ExitStack() as undo:
             output = undo.enter_context(Body())
-            try:
-                unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd], limits))
-            except _DiedError as error:
-                raise InvalidRequest(f"reading the JSON body ended the process that did it ({error})") from None
+            unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd], limits))
             undo.pop_all()
             return UnpackedBody(output, unpacked)
 
     async def _decode(self, task: child.HeaderTask | child.WriteTask, fd: int, limits: LimitSettings) -> Any:
         try:
-            return await self._run(task, [fd], limits)
+            return await _twice(lambda: self._run(task, [fd], limits))
         except _DiedError as error:
             raise UndecodableImage(
                 f"decoding this image ended the process that did it ({error})", numbers=error.numbers
@@ -356,6 +361,13 @@ def _names(frames: Sequence[int | None]) -> Iterator[str]:
             yield f"[{index}]"
         else:
             yield from (f"[{index}].frames[{frame}]" for frame in range(num_frames))
+
+
+async def _twice(attempt: Callable[[], Awaitable[Result]]) -> Result:
+    """The result of an attempt, or of a second one: the first one's process may have been ended by somebody else."""
+    with suppress(_DiedError):
+        return await attempt()
+    return await attempt()
 
 
 async def _outlast(future: "asyncio.Future[bytes | None]") -> bytes | None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import uvloop
 from PIL import Image
+from running import until
 
 from service import decoders
 from service.body import Body, ImageBytes, VideoChunk
@@ -203,14 +204,17 @@ def test_errors_of_the_client_keep_class_and_numbers() -> None:
     run_pool(use, max_image_pixels=10_000)
 
 
+SLOW = encoded(Image.new("L", (9000, 7000)), compress_level=1)
+SLOW_PLAN = plan_of(9000, 7000)
+SLOW_RUN = Run(0, SLOW_PLAN.patches)
+
+
 @both_loops
 def test_decode_past_its_deadline_is_killed_and_replaced(loop: str) -> None:
-    slow = encoded(Image.new("L", (9000, 7000)), compress_level=1)
-
     async def use(pool: DecoderPool, slab: Slab) -> None:
         [pid] = pool.pids
-        with stored(slow) as image, pytest.raises(DecodeTimeout) as caught:
-            await pool.write_patches(image, plan_of(9000, 7000), Run(0, plan_of(9000, 7000).patches))
+        with stored(SLOW) as image, pytest.raises(DecodeTimeout) as caught:
+            await pool.write_patches(image, SLOW_PLAN, SLOW_RUN)
         assert caught.value.numbers == {"limit_s": 0.05}
         assert not is_child(pid)
         with stored(PICTURE) as image:
@@ -220,29 +224,44 @@ def test_decode_past_its_deadline_is_killed_and_replaced(loop: str) -> None:
     run_pool(use, loop=loop, decode_timeout_s=0.05)
 
 
+async def kill_at_work(pool: DecoderPool) -> None:
+    """Kill the one process in the middle of what it was just given, and wait for the next one."""
+    num_replaced = pool.num_replaced
+    await asyncio.sleep(0.05)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await until(lambda: pool.num_replaced > num_replaced)
+
+
 @both_loops
-def test_process_that_dies_in_a_task(loop: str) -> None:
+def test_process_that_dies_in_a_task_is_the_images_fault_the_second_time(loop: str) -> None:
     async def use(pool: DecoderPool, slab: Slab) -> None:
-        [pid] = pool.pids
-        os.kill(pid, signal.SIGSTOP)
-        with stored(PICTURE) as image:
-            task = await begin(pool.write_patches(image, PLAN, RUN))
-            os.kill(pid, signal.SIGKILL)
+        with stored(SLOW) as image:
+            task = await begin(pool.write_patches(image, SLOW_PLAN, SLOW_RUN))
+            await kill_at_work(pool)
+            await task
+            task = await begin(pool.write_patches(image, SLOW_PLAN, SLOW_RUN))
+            for _ in range(2):
+                await kill_at_work(pool)
             with pytest.raises(UndecodableImage, match="signal 9") as caught:
                 await task
             assert caught.value.numbers == {"signal": 9}
-            await pool.write_patches(image, PLAN, RUN)
+            await pool.read_header(image)
 
     run_pool(use, loop=loop)
 
 
-def test_process_that_dies_unpacking() -> None:
+def test_process_that_dies_unpacking_is_the_bodys_fault_the_second_time() -> None:
+    num_bytes = 24 * 2**20
+
     async def use(pool: DecoderPool, slab: Slab) -> None:
-        [pid] = pool.pids
-        os.kill(pid, signal.SIGSTOP)
-        with json_body(b"{}") as body:
+        with json_body(b'{"images": ["' + base64.b64encode(bytes(num_bytes)) + b'"]}') as body:
             task = await begin(pool.unpack(body, "encode"))
-            os.kill(pid, signal.SIGKILL)
+            await kill_at_work(pool)
+            with await task as unpacked:
+                assert [image.length for image in unpacked.images] == [num_bytes]
+            task = await begin(pool.unpack(body, "encode"))
+            for _ in range(2):
+                await kill_at_work(pool)
             with pytest.raises(InvalidRequest, match="signal 9"):
                 await task
 
@@ -371,7 +390,7 @@ def test_processes_ignore_the_signals_of_the_terminal_and_are_expendable() -> No
 
 
 FRONT_END = """
-import asyncio, sys
+import asyncio, sys; sys.path.append("tests")
 from tests.service.test_decoders import *
 
 async def main():
