@@ -11,10 +11,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tp.spec import Dtype, EncoderSpec
 
@@ -42,6 +51,15 @@ def _on_or_off(value: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """A number is meant where one is wanted, and true is none."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and (wanted in (int, float) or {int, float} & set(get_args(wanted))):
+            raise ValueError(f"a number is wanted, not {str(value).lower()}")
+        return value
 
 
 class ModelSettings(_Section):
@@ -413,11 +431,13 @@ def _from_file(path: Path | None) -> Iterator[tuple[str, str, Any]]:
     try:
         tree = yaml.safe_load(path.read_bytes()) or {}
     except _UNREADABLE as error:
-        raise SettingsError(f"{path} cannot be read: {error}") from error
+        raise SettingsError(f"{path} cannot be read: {_in_one_line(error)}") from error
     if not isinstance(tree, dict):
         raise SettingsError(f"{path} does not hold a mapping of sections")
     for section, values in tree.items():
         if values is None:  # a section whose every line is commented out
+            if section not in Settings.model_fields:
+                _check_known(section, f"file {path}")
             continue
         if not isinstance(values, dict):
             raise SettingsError(f"{path}: {section} must be a section of settings, not {type(values).__name__}")
@@ -429,11 +449,21 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
     for variable, text in environ.items():
         section, separator, key = variable.removeprefix(ENV_PREFIX).partition("__")
         if variable.startswith(ENV_PREFIX) and separator:
-            try:
-                value = yaml.safe_load(text)
-            except _UNREADABLE as error:
-                raise SettingsError(f"{variable} is not a YAML value: {error}") from error
-            yield f"{section}.{key}".lower(), f"environment {variable}", value
+            yield f"{section}.{key}".lower(), f"environment {variable}", _read_value(text)
+
+
+def _in_one_line(error: Exception) -> str:
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    return str(error) if mark is None else f"line {mark.line + 1}: {error.problem}"  # type: ignore[attr-defined]
+
+
+def _read_value(text: str) -> Any:
+    """A number, a list and so on as YAML has them; anything that no setting could be, such as `::` or `*`, as it is."""
+    try:
+        value = yaml.safe_load(text)
+    except _UNREADABLE:
+        return text
+    return value if value is None or isinstance(value, str | int | float | list) else text
 
 
 def _check_known(name: str, source: str) -> None:

@@ -99,7 +99,10 @@ def test_unknown_key_in_file_and_environment(tmp_path: Path) -> None:
     [
         ("[1, 2]", "does not hold a mapping of sections"),
         ("model: 3", "model must be a section of settings, not int"),
-        ("model: {", "cannot be read"),
+        ("model: {", "cannot be read: line 1: expected the node content"),
+        ("model: {name: 2021-13-45}", "month must be in 1..12"),
+        ("model: " + "[" * 1500, "cannot be read"),
+        ("modell:", "unknown setting modell; the nearest known one is model."),
         ("5: {a: 1}", "unknown setting 5.a"),
     ],
 )
@@ -127,8 +130,21 @@ def test_a_wrong_value_is_named_with_its_source() -> None:
     assert "server.port (environment TPVISION_SERVER__PORT): Input should be less than or equal to 65535" in message
 
 
-def test_a_variable_that_is_not_yaml_is_named() -> None:
-    assert "TPVISION_MODEL__NAME is not a YAML value" in refused(environ={"TPVISION_MODEL__NAME": "["})
+@pytest.mark.parametrize("text", ["*", "*.example.org", "::", "[", "2021-13-45", "2021-12-13", "a: b", "[" * 1500])
+def test_a_variable_that_yaml_reads_otherwise_is_its_text(text: str) -> None:
+    assert load_settings(environ={"TPVISION_SERVER__HOST": text}).settings.server.host == text
+
+
+def test_wildcards_need_no_quotes_in_the_environment() -> None:
+    environ = {"TPVISION_SERVER__CORS_ORIGINS": "*", "TPVISION_URLS__ALLOWED_HOSTS": "*.example.org,example.com"}
+    settings = load_settings(environ=environ).settings
+    assert settings.server.cors_origins == ("*",)
+    assert settings.urls.allowed_hosts == ("*.example.org", "example.com")
+
+
+@pytest.mark.parametrize("name", ["server.port", "server.probe_port", "limits.max_queue_s", "capacity.slab_patches"])
+def test_true_is_no_number(name: str) -> None:
+    assert refused(flags={name: True}).endswith("a number is wanted, not true")
 
 
 @pytest.mark.parametrize("value", ["1024,4096", "1024, 4096,", [1024, 4096], (1024, 4096), ["1024", "4096"]])
