@@ -86,11 +86,12 @@ log = logging.getLogger("tpvision")
 
 
 def main() -> None:
-    """Entry point of the `tpvision` command."""
+    """Parse the command line and run the subcommand; ends the process with its status."""
     arguments = _parser().parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be anything
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(arguments.run(arguments))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -479,7 +480,3 @@ def _add(
     parser: argparse.ArgumentParser = commands.add_parser(name, parents=parents, help=summary, description=summary)
     parser.set_defaults(run=run)
     return parser
-
-
-if __name__ == "__main__":
-    main()

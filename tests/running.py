@@ -1,5 +1,6 @@
 """A real service in a process of its own, for tests; and where the test data lies."""
 
+import asyncio
 import json
 import os
 import re
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 GOLDEN = DATA / "golden"
 START_TIMEOUT_S = 90.0
-COMMAND = (sys.executable, "-m", "service.cli")
+COMMAND = (sys.executable, "-m", "service")
 
 
 class RunningService:
@@ -145,11 +146,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.02)
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """`wait_until` on a loop."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler for it (SigCgt of proc(5))."""
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(fields["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def ranks_of(service: RunningService) -> list[int]:

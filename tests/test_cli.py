@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +16,25 @@ import httpx
 import pytest
 import yaml
 from make_photograph import acceptance_picture
-from running import GOLDEN, ROOT, RunningService, descendants, is_alive, ranks_below, ranks_of, wait_until
+from running import (
+    COMMAND,
+    GOLDEN,
+    ROOT,
+    RunningService,
+    catches_sigterm,
+    descendants,
+    is_alive,
+    ranks_below,
+    ranks_of,
+    wait_until,
+)
 
 MODEL = GOLDEN / "tiny-k3-f32"
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
 
 
 def tpvision(*arguments: str, timeout_s: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", *arguments]
+    command = [sys.executable, "-m", "service", *arguments]
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -111,6 +123,16 @@ def test_a_signal_drains_and_leaves_no_process(number: int) -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("later_s", [0.0, 0.5])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_early_in_the_start_ends_it_quietly(number: int, later_s: float) -> None:
+    service = RunningService(["--model", str(MODEL)])
+    wait_until(lambda: catches_sigterm(service.process.pid))
+    time.sleep(later_s)  # at some point of its imports, or after them
+    assert service.stop(number) in (-number, 0, 130)
+    assert not [line for line in service.log if "Traceback" in line]
+
+
 def test_accepted_requests_finish_while_draining() -> None:
     service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
     answers: list[httpx.Response] = []
@@ -151,7 +173,7 @@ def test_a_killed_rank_is_replaced_and_the_next_request_works() -> None:
 def external_group(folder: Path) -> Iterator[tuple[RunningService, subprocess.Popen[bytes]]]:
     """A front-end and a worker group that were started apart."""
     arguments = ["--model", str(MODEL), "--tp", "2", "--device", "cpu", "--socket", str(folder / "control.sock")]
-    command = [sys.executable, "-m", "service.cli", "worker", *arguments]
+    command = [*COMMAND, "worker", *arguments]
     worker = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     service = RunningService([*arguments, "--workers", "external"])
     try:

@@ -26,7 +26,7 @@ def full_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned_bytes(model: Path) -> int:
-    command = [sys.executable, "-m", "service.cli", "plan", "--model", str(model), "--tp", "2", "--json"]
+    command = [sys.executable, "-m", "service", "plan", "--model", str(model), "--tp", "2", "--json"]
     plan = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
     rank = plan["per_rank"]
     return int(rank["weights_bytes"] + rank["scratch_bytes"] + plan["slab"]["total_bytes"])

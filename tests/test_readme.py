@@ -94,7 +94,7 @@ def test_the_embed_line_and_the_python_run_as_they_stand(demo_service: RunningSe
         (tmp_path / "photos" / f"{name}.jpg").write_bytes(acceptance_picture(width, 448))
     (line,) = re.findall(rf"^tpvision (embed .*{demo_service.url})$", text, re.MULTILINE)
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    commands = [["-m", "service.cli", *line.split()], *(["-c", block] for block in blocks)]
+    commands = [["-m", "service", *line.split()], *(["-c", block] for block in blocks)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     ended = [
         subprocess.run(

@@ -52,7 +52,7 @@ class Pod:
             worker.wait()
 
     def _command(self, container: Object) -> list[str]:
-        return [sys.executable, "-m", "service.cli", *map(self._here, container["args"])]
+        return [sys.executable, "-m", "service", *map(self._here, container["args"])]
 
     def _environ(self, container: Object) -> dict[str, str]:
         return {**os.environ, **{each["name"]: each["value"] for each in container.get("env", [])}}

@@ -28,7 +28,7 @@ from service.embed_journal import Entry, Journal, JournalError
 from service.embed_output import Shape, shards_of, write_output
 from service.embed_sources import SourceError, find_sources
 
-COMMAND = (sys.executable, "-m", "service.cli", "embed")
+COMMAND = (sys.executable, "-m", "service", "embed")
 ENVIRON = {**os.environ, "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
 
 

@@ -218,7 +218,7 @@ def test_a_start_says_it_on_its_last_line_within_seconds(folder: Path) -> None:
     drop(folder, NORM)
     started = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-m", "service.cli", "serve", "--model", str(folder), "--port", "0", "--device", "cpu"],
+        [sys.executable, "-m", "service", "serve", "--model", str(folder), "--port", "0", "--device", "cpu"],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
