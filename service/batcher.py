@@ -56,9 +56,14 @@ class Entry:
     rows: Rows
     cost: float
     future: "asyncio.Future[EntryTimes]"
-    num_losses: int = 0
+    lost_with: list[str] = field(default_factory=list)  # the incarnations of groups that were lost with it in flight
     submitted_at: float = field(default_factory=time.monotonic)
     dispatched_at: float = 0.0
+
+    @property
+    def num_losses(self) -> int:
+        """How many groups were lost with it in flight."""
+        return len(self.lost_with)
 
     @property
     def is_wanted(self) -> bool:
@@ -159,10 +164,10 @@ class Batcher:
                 entry.future.set_result(EntryTimes(entry.submitted_at, entry.dispatched_at, now, replies))
             entry.rows.release()
 
-    def give_back(self, batch: PackedBatch) -> None:
+    def give_back(self, batch: PackedBatch, incarnation: str) -> None:
         """Put the entries of a lost batch at the head of the queue, to run one at a time; give up on poison."""
         for entry in reversed(batch.entries):
-            entry.num_losses += 1
+            entry.lost_with.append(incarnation)
             if entry.is_wanted and entry.num_losses >= MAX_LOSSES:
                 entry.future.set_exception(
                     EncodeFailed(f"the worker group was lost {entry.num_losses} times while it encoded this image")

@@ -11,11 +11,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-from service.admission import Admission, Permit
+import numpy as np
+
+from service.admission import Admission, Permit, Rows
 from service.batcher import MAX_LOSSES, Batcher, Entry, PackedBatch
 from service.body import Body, ImageBytes, Item, VideoChunk
 from service.decoders import DecoderPool, UnpackedBody
@@ -46,6 +48,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 _BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
 _ABANDON_TIMEOUT_S = 2.0  # a decode that goes on for longer is ended with its process
 _RETRY_S = 5.0
+_GONE_TIMEOUT_S = 2.0  # ranks that are killed are gone in milliseconds
 _HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
 _HANG_FLOOR_S = 30.0  # but none is called hung before
 
@@ -112,6 +115,7 @@ class Engine:
         self._is_draining = False
         self._is_abandoning = False
         self._active_tasks: set[asyncio.Task[Any]] = set()
+        self._taking: set[asyncio.Timeout] = set()  # requests that are still read
 
     @property
     def state(self) -> State:
@@ -138,6 +142,25 @@ class Engine:
         assert self.settings.model.path is not None
         return self.settings.model.name or self.settings.model.path.resolve().name
 
+    @contextlib.asynccontextmanager
+    async def taking(self) -> AsyncIterator[None]:
+        """While a request is read, which is not accepted before it is whole.
+
+        Raises NotReady at the start or in the middle of the block, as soon as nothing new is taken any more.
+        """
+        self.check_serving()
+        until_stop = asyncio.timeout(None)
+        try:
+            async with until_stop:
+                self._taking.add(until_stop)
+                yield
+        except TimeoutError:
+            if not until_stop.expired():
+                raise
+            raise _stopping() from None
+        finally:
+            self._taking.discard(until_stop)
+
     async def encode(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> Encoded:
         """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image.
 
@@ -158,7 +181,7 @@ class Engine:
                 raise _too_late(entries, limit_s) from None
             except asyncio.CancelledError:
                 if self._is_abandoning:
-                    raise NotReady("the service is stopping", retry_after_s=_RETRY_S) from None
+                    raise _stopping() from None
                 raise
             finally:
                 for entry in entries:
@@ -237,10 +260,13 @@ class Engine:
                     replies = await group.encode(batch.as_message(choice.mode))
             except (GroupLost, TimeoutError) as error:
                 group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs", loss="hung")
-                if batch.entries[0].num_losses + 1 >= MAX_LOSSES:
-                    self._groups.excuse(group, MAX_LOSSES)
-                await group.gone.wait()
-                self._batcher.give_back(batch)
+                lost_with = [*batch.entries[0].lost_with, group.incarnation]
+                if len(lost_with) >= MAX_LOSSES:
+                    self._groups.excuse(lost_with)
+                await first_of(group.gone.wait(), asyncio.sleep(_GONE_TIMEOUT_S))
+                if not group.gone.is_set():
+                    await self._leave_rows(batch, group)
+                self._batcher.give_back(batch, group.incarnation)
                 return
             self._groups.note_work()
             self.admission.note_batch(batch.cost, time.monotonic() - started)
@@ -277,26 +303,27 @@ class Engine:
 
     async def drain(self) -> None:
         """Take nothing new; wait for what was accepted, up to the drain limit."""
-        self._is_draining = True
+        self._take_no_more()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), self.settings.limits.drain_timeout_s)
 
     async def abandon(self) -> None:
         """Answer what is still in flight with 503: the drain is over. Returns when that is done, or soon."""
         self._is_abandoning = True
+        self._take_no_more()
         for task in list(self._active_tasks):
             task.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), _ABANDON_TIMEOUT_S)
 
-    async def stop(self, *, now: bool = False) -> None:
+    async def stop(self, now: asyncio.Event | None = None) -> None:
         """End everything, in the order in which nobody is left writing to what is taken away.
 
-        `now` does not wait for the ranks to end by themselves.
+        Once `now` is set, it does not wait for the ranks to end by themselves.
         """
-        self._is_draining = True
-        self._batcher.fail_all(lambda: NotReady("the service is stopping", retry_after_s=_RETRY_S))
-        await self._groups.stop(now=now)
+        self._take_no_more()
+        self._batcher.fail_all(_stopping)
+        await self._groups.stop(now or asyncio.Event())
         await self._decoders.stop()
         self.slab.close()
 
@@ -351,6 +378,21 @@ class Engine:
     def _cost(self, plans: Sequence[ImagePlan]) -> float:
         return sum(self.spec.cost(plan.patches) for plan in plans)
 
+    async def _leave_rows(self, batch: PackedBatch, group: WorkerGroup) -> None:
+        """Move a lost batch to other rows. Its ranks are not ours to end, and may still write to these some day."""
+        left = []
+        for entry in batch.entries:
+            old = entry.rows.move() if entry.is_wanted else None
+            if old is not None:
+                await asyncio.to_thread(np.copyto, self.slab.pixels(entry.rows.run), self.slab.pixels(old.run))
+            else:
+                old = entry.rows
+                old.hold()
+                if entry.is_wanted:
+                    entry.future.set_exception(WorkersLost("a worker group was lost", retry_after_s=_RETRY_S))
+            left.append(old)
+        self._groups.spawn(_release_when(group.gone, left))
+
     def _start_dispatching(self, group: WorkerGroup) -> None:
         for number, ready in sorted(group.readiness.items()):
             log.info(
@@ -361,7 +403,9 @@ class Engine:
             )
         self._modes.learn(group.readiness[0].timings)
         slowest_s = max(ready.warm_up_s for ready in group.readiness.values())
-        self._tier_times.note(BatchTime(group.readiness[0].warm_up_patches, 1, slowest_s))
+        warm_up_patches = group.readiness[0].warm_up_patches
+        self._tier_times.note(BatchTime(warm_up_patches, 1, slowest_s))
+        self.admission.note_warm_up(self.spec.cost(warm_up_patches), slowest_s)
         self.ready.set()
         device = group.readiness[0].device.partition(":")[0]
         for _ in range(_BATCHES_IN_FLIGHT[device]):
@@ -393,6 +437,11 @@ class Engine:
 
     def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
         self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good", retry_after_s=_RETRY_S))
+
+    def _take_no_more(self) -> None:
+        self._is_draining = True
+        while self._taking:
+            self._taking.pop().reschedule(0)
 
     def check_serving(self) -> None:
         """Raise NotReady unless requests are taken now."""
@@ -426,6 +475,16 @@ def _too_late(entries: Sequence[Entry], limit_s: float) -> ServiceError:
     if any(entry.num_losses for entry in entries):
         return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
     return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
+
+
+async def _release_when(event: asyncio.Event, held: Sequence[Rows]) -> None:
+    await event.wait()
+    for rows in held:
+        rows.release()
+
+
+def _stopping() -> NotReady:
+    return NotReady("the service is stopping", retry_after_s=_RETRY_S)
 
 
 def _files(item: Item, param: str, index: int) -> list[tuple[str, ImageBytes]]:

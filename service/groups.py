@@ -4,15 +4,15 @@ It knows processes and connections, not images: `service.engine` feeds batches t
 """
 
 import asyncio
-import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
 from service.transport import ControlServer, WorkerGroup
+from service.waiting import first_of
 from tp import wire
 from tp.settings import Settings
 from tp.slab import Slab
@@ -98,17 +98,18 @@ class WorkerGroups:
             )
             self.spawn(self._supervise(index))
 
-    async def stop(self, *, now: bool) -> None:
-        """End every group; `now` does not wait for the ranks to end by themselves."""
+    async def stop(self, now: asyncio.Event) -> None:
+        """End every group; once `now` is set, without waiting for the ranks to end by themselves."""
         self._is_stopping = True
-        listening = {group.index: group for group in self.ready if not group.is_busy and not now}
+        listening = {} if now.is_set() else {group.index: group for group in self.ready if not group.is_busy}
         for group in listening.values():
             group.stop()
-        with contextlib.suppress(TimeoutError):
-            ends = asyncio.gather(*(group.wait_for_ends() for group in listening.values()))
-            await asyncio.wait_for(ends, _STOP_TIMEOUT_S)
-        for index, launcher in self._launchers.items():
-            await launcher.stop(_STOP_TIMEOUT_S if index in listening else 0)
+        ends = asyncio.gather(*(group.wait_for_ends() for group in listening.values()))
+        await first_of(ends, now.wait(), asyncio.sleep(_STOP_TIMEOUT_S))
+        patient = (launcher.stop(_STOP_TIMEOUT_S) for index, launcher in self._launchers.items() if index in listening)
+        await first_of(asyncio.gather(*patient), now.wait())
+        for launcher in self._launchers.values():
+            await launcher.stop(0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -125,11 +126,12 @@ class WorkerGroups:
         """A batch was encoded."""
         self._num_excused_in_a_row = 0
 
-    def excuse(self, group: WorkerGroup, num_losses: int) -> None:
-        """A poison image lost the group so often: off the restart budget, unless everything seems to be poison."""
-        if group.index in self._launchers and self._num_excused_in_a_row < _MAX_EXCUSED_IN_A_ROW:
-            self._launchers[group.index].excuse_losses(num_losses)
+    def excuse(self, incarnations: Sequence[str]) -> None:
+        """A poison image lost these: off the restart budget of each group, unless everything seems to be poison."""
+        if self._num_excused_in_a_row < _MAX_EXCUSED_IN_A_ROW:
             self._num_excused_in_a_row += 1
+            for launcher in self._launchers.values():
+                launcher.excuse(incarnations)
 
     def _state(self, index: int) -> GroupState:
         if index in self._given_up:
@@ -143,7 +145,7 @@ class WorkerGroups:
 
     def _note_ready(self, group: WorkerGroup) -> None:
         if group.index in self._launchers:
-            self._launchers[group.index].note_ready()
+            self._launchers[group.index].note_ready(group.incarnation)
         log.info("group %d is ready: %d ranks on %s", group.index, group.world_size, group.readiness[0].device)
         self._on_ready(group)
 

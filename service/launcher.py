@@ -6,7 +6,6 @@ own groups and by `tpvision worker` for a front-end elsewhere.
 """
 
 import asyncio
-import collections
 import contextlib
 import json
 import logging
@@ -15,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from tp.settings import ENV_PREFIX, ParallelSettings, Settings, as_environ
 log = logging.getLogger("tpvision.launcher")
 
 _BACK_OFF_S = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
+_PAUSE_S = 1.0  # before a start after a clean end
 _SHUTDOWN_GRACE_S = 5
 _ROOT = Path(__file__).parents[1]  # where `tp` can be imported from, installed or not
 
@@ -54,8 +55,9 @@ class GroupLauncher:
         self._socket_path = socket_path
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
-        self._losses: collections.deque[float] = collections.deque()
-        self._num_excused = 0
+        self._losses: list[tuple[float, str | None]] = []  # when, and which incarnation if it was ever ready
+        self._incarnation: str | None = None
+        self._is_excused = False
         self._kill_reason: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
         self._is_ready = asyncio.Event()
@@ -76,8 +78,9 @@ class GroupLauncher:
                 code = await self._launch_once()
                 if self._stopping.is_set():
                     return
-                if code == 0:
+                if code == 0 and self._start_timeout_s is None:
                     log.info("group %d was told to stop by its front-end; starting it again", self._group)
+                    await self._pause(_PAUSE_S)
                     continue
                 cause = self._read_root_cause(code)
                 if cause.is_fatal:
@@ -87,13 +90,15 @@ class GroupLauncher:
             await self.kill()
             self._folder.cleanup()
 
-    def note_ready(self) -> None:
-        """This incarnation is ready: its start can no longer time out."""
+    def note_ready(self, incarnation: str) -> None:
+        """What was launched last calls itself that and is ready: its start can no longer time out."""
+        self._incarnation = incarnation
         self._is_ready.set()
 
-    def excuse_losses(self, num_losses: int) -> None:
-        """Take the latest losses, the one under way included, off the budget: they are one poison image's."""
-        self._num_excused += num_losses
+    def excuse(self, incarnations: Sequence[str]) -> None:
+        """Take the losses of these off the budget, also the one that is under way: they are a poison image's."""
+        self._is_excused |= self._incarnation in incarnations
+        self._losses = [loss for loss in self._losses if loss[1] not in incarnations]
 
     async def stop(self, timeout_s: float) -> None:
         """Wait for torchrun to end by itself, if its ranks are ready and so can be told to; then, or late, end it."""
@@ -119,6 +124,8 @@ class GroupLauncher:
     async def _launch_once(self) -> int:
         self._error_file.unlink(missing_ok=True)
         self._kill_reason = None
+        self._incarnation = None
+        self._is_excused = False
         self._is_ready.clear()
         self.num_launches += 1
         self._process = await asyncio.create_subprocess_exec(
@@ -141,12 +148,9 @@ class GroupLauncher:
     async def _back_off(self, cause: RootCause) -> None:
         limits = self._settings.parallel
         now = time.monotonic()
-        self._losses.append(now)
-        while self._num_excused and self._losses:
-            self._losses.pop()
-            self._num_excused -= 1
-        while self._losses and now - self._losses[0] > limits.restart_window_s:
-            self._losses.popleft()
+        if not self._is_excused:
+            self._losses.append((now, self._incarnation))
+        self._losses = [loss for loss in self._losses if now - loss[0] <= limits.restart_window_s]
         if len(self._losses) > limits.max_restarts:
             raise BudgetSpentError(
                 f"group {self._group} was lost {len(self._losses)} times within {limits.restart_window_s:g} s; "
@@ -154,8 +158,11 @@ class GroupLauncher:
             )
         delay_s = _BACK_OFF_S[min(len(self._losses), len(_BACK_OFF_S) - 1)]
         log.warning("group %d was lost (%s); starting it again in %g s", self._group, cause.text, delay_s)
+        await self._pause(delay_s)
+
+    async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), delay_s)
+            await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _command(self) -> list[str]:
         arguments = ("--socket", str(self._socket_path), "--group", str(self._group))

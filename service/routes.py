@@ -203,10 +203,10 @@ async def capacity(request: Request) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> AsyncIterator[Intake]:
     """The request's images in memory files that live as long as the block."""
-    engine_of(request).check_serving()
     with contextlib.ExitStack() as stack:
-        with record_of(request).stage("receive"):
-            intake = await _take_in(request, route, stack)
+        async with engine_of(request).taking():
+            with record_of(request).stage("receive"):
+                intake = await _take_in(request, route, stack)
         yield intake
 
 

@@ -41,7 +41,7 @@ _FILES_PER_CONNECTION = 3  # its socket, a body, and what a JSON body's images a
 _OTHER_FILES = 512
 _BACKLOG = 2048
 _REAP_EVERY_S = 1.0
-_FLUSH_S = 1  # for the last answers, when it is to end now
+_FLUSH_S = 1.0  # for the last answers, when it is to end now
 
 
 class ServeError(RuntimeError):
@@ -55,6 +55,11 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to `serve`."""
         yield
+
+    def cut_off(self) -> None:
+        """Close every connection, with whatever is not sent on it yet: its request ends as when a client leaves."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 async def serve(
@@ -75,22 +80,22 @@ async def serve(
     hang_up = asyncio.Event()
     _watch_signals(stop, stop_now, hang_up if read_again else None)
     listeners = _listen(settings)
-    _allow_files(_num_files(settings))
+    max_connections = _allow_connections(settings.limits.max_connections)
     engine = Engine(settings, spec, on_progress=LoadProgress().update)
     spans = _export_spans(settings)
     reporter = Reporter(engine.metrics, spans)
     app = create_app(settings, engine, reporter)
     _warn_if_open(settings, listeners[0])
-    tables = [ConnectionTable(settings.limits.max_connections) for _ in listeners]
+    tables = [ConnectionTable(max_connections) for _ in listeners]
     apps = [app, create_probe_app(engine, reporter)][: len(listeners)]
     servers = [Server(_uvicorn_config(engine, app, table, reporter)) for app, table in zip(apps, tables, strict=True)]
 
     def take_over(settings: Settings, keys: KeyRing | None) -> None:
         engine.take_over(settings)
         set_keys(app, keys)
+        max_connections = _allow_connections(settings.limits.max_connections)
         for table in tables:
-            table.max_connections = settings.limits.max_connections
-        _allow_files(_num_files(settings))
+            table.max_connections = max_connections
         _warn_if_open(settings, listeners[0])
 
     await engine.start()
@@ -112,7 +117,7 @@ async def serve(
             log.info("draining: nothing new is taken, accepted requests finish")
             await first_of(engine.drain(), stop_now.wait(), asyncio.shield(engine.failure))
     finally:
-        await _end(engine, servers, serving, now=stop_now.is_set(), flush_until=flush_until)
+        await _end(engine, servers, serving, stop_now, flush_until=flush_until)
         if spans is not None:
             await asyncio.to_thread(spans.stop)
         for task in beside:
@@ -127,16 +132,25 @@ async def serve(
 
 
 async def _end(
-    engine: Engine, servers: list[Server], serving: list[asyncio.Task[None]], *, now: bool, flush_until: float
+    engine: Engine,
+    servers: list[Server],
+    serving: list[asyncio.Task[None]],
+    stop_now: asyncio.Event,
+    *,
+    flush_until: float,
 ) -> None:
-    """Answer what is left, let the answers out until then or for a moment, and stop the engine."""
+    """Answer what is left, let the answers out until then, and stop the engine; all of it at once on `stop_now`."""
     await engine.abandon()
-    left_s = 0.0 if now else flush_until - time.monotonic()
     for server in servers:
         server.should_exit = True
-        server.config.timeout_graceful_shutdown = max(_FLUSH_S, round(left_s))
-    await asyncio.gather(*serving)
-    await engine.stop(now=now)
+    served = asyncio.gather(*serving)
+    left_s = max(0.0, flush_until - time.monotonic())
+    await first_of(asyncio.shield(served), asyncio.sleep(left_s), stop_now.wait())
+    await first_of(asyncio.shield(served), asyncio.sleep(_FLUSH_S))
+    for server in servers:
+        server.cut_off()
+    await engine.stop(stop_now)
+    await served
 
 
 async def _follow(
@@ -261,8 +275,9 @@ def _bind(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(_BACKLOG)  # now, not when uvicorn does: two services could bind the same port
-        except OSError as error:
-            raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        except (OSError, UnicodeError) as error:  # a label of over 63 characters
+            reason = error.strerror if isinstance(error, OSError) else "not a host name"
+            raise ServeError(f"cannot listen on {host} port {port}: {reason}") from error
         listener.setblocking(False)
         undo.pop_all()
         return listener
@@ -273,15 +288,20 @@ def _url(settings: Settings, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
-def _num_files(settings: Settings) -> int:
-    return _FILES_PER_CONNECTION * settings.limits.max_connections + _OTHER_FILES
+def _allow_connections(wanted: int) -> int:
+    """Raise this process's limit of open files, which is often 1,024, as far as needed and allowed.
 
-
-def _allow_files(num_files: int) -> None:
-    """Raise this process's limit of open files, which is often 1,024, as far as needed and allowed."""
+    How many connections it then has room for, at most as many as wanted.
+    """
+    needed = _FILES_PER_CONNECTION * wanted + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < num_files:
-        log.warning("limits.max_connections may need %d open files, but only %d are allowed", num_files, allowed)
+    if allowed == needed:
+        return wanted
+    room = max(1, allowed // (2 * _FILES_PER_CONNECTION))  # as many again may be idle, and the rest takes its share
+    log.warning(
+        "limits.max_connections may need %d open files, but only %d are allowed: at most %d", needed, allowed, room
+    )
+    return min(wanted, room)

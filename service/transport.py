@@ -324,8 +324,10 @@ def _remove_stale(path: Path) -> None:
     if path.exists() and not path.is_socket():
         raise ControlSocketError(f"{path} is there and is not a socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        probe.setblocking(False)
         try:
-            probe.connect(str(path))
+            with contextlib.suppress(BlockingIOError):  # somebody listens, and does not accept
+                probe.connect(str(path))
         except (FileNotFoundError, NotADirectoryError):
             pass
         except ConnectionRefusedError:

@@ -1,18 +1,37 @@
 """The front-end dies, drains, is overloaded or runs as PID 1: nothing is left behind and nothing is lost."""
 
+import base64
 import concurrent.futures
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from make_photograph import acceptance_picture
-from running import GOLDEN, ROOT, RunningService, assert_balanced, descendants, is_alive, ranks_of, wait_until
+from playing import PlayedService
+from running import (
+    COMMAND,
+    GOLDEN,
+    ROOT,
+    RunningService,
+    assert_balanced,
+    catches_sigterm,
+    descendants,
+    is_alive,
+    ranks_of,
+    wait_until,
+)
+
+from tp import wire
 
 pytestmark = pytest.mark.faults
 
@@ -107,6 +126,101 @@ def test_a_second_sigterm_ends_it_now() -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
+def connect(service: RunningService, *head: str, body: bytes, receive_buffer: int | None = None) -> socket.socket:
+    """A connection with a request on it, or the beginning of one."""
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(10)
+    connection.connect(("127.0.0.1", int(service.url.rpartition(":")[2])))
+    connection.sendall("\r\n".join([*head, "Host: x", "", ""]).encode() + body)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    answer = b""
+    while data := connection.recv(2**16):
+        answer += data
+    return answer
+
+
+def held_bytes(service: RunningService) -> int:
+    return int(service.client.get("/v1/capacity").json()["in_flight"]["bytes"])
+
+
+def test_who_still_sends_is_refused_at_once_and_does_not_hold_the_drain(tmp_path: Path) -> None:
+    part = b'--b\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\nabc'
+    post = "POST /v1/encode HTTP/1.1"
+    environ = {"TPVISION_LIMITS__DRAIN_TIMEOUT_S": "30", "TPVISION_LIMITS__MAX_BODY_BYTES": "100000"}
+    with PlayedService(tmp_path, **environ) as service, contextlib.ExitStack() as stack:
+        unfinished = [
+            connect(service, post, "Content-Length: 1000", body=b"abc"),
+            connect(service, post, "Transfer-Encoding: chunked", body=b"3\r\nabc\r\n"),
+            connect(service, post, "Content-Type: multipart/form-data; boundary=b", "Content-Length: 999", body=part),
+            connect(service, post, "Content-Length: 200000", body=bytes(150000)),  # too large, and thrown away
+        ]
+        for connection in unfinished:
+            stack.enter_context(connection)
+        wait_until(lambda: held_bytes(service) == 3 + 3 + len(part))
+        service.process.send_signal(signal.SIGTERM)
+        for connection in unfinished:
+            answer = read_all(connection)
+            assert answer.startswith(b"HTTP/1.1 503") and b'"not_ready"' in answer and b"retry-after" in answer
+        assert service.process.wait(5) == 0
+    assert not [line for line in service.log if "Traceback" in line]
+
+
+@contextlib.contextmanager
+def unread_answer(service: RunningService) -> Iterator[None]:
+    """A client that asks for 10 MB and does not read them."""
+    item = base64.b64encode(acceptance_picture(308, 308)).decode()
+    body = json.dumps({"images": [item] * 64}).encode()
+    head = ("POST /v1/encode HTTP/1.1", "Accept: application/json", "Content-Type: application/json")
+    with connect(service, *head, f"Content-Length: {len(body)}", body=body, receive_buffer=4096):
+        wait_until(lambda: service.client.get("/v1/capacity").json()["requests"]["answered"] == 1, timeout_s=30)
+        wait_until(lambda: held_bytes(service) > 2**20)
+        yield
+
+
+def test_an_answer_that_is_not_read_ends_with_the_drain(tmp_path: Path) -> None:
+    with PlayedService(tmp_path, TPVISION_LIMITS__DRAIN_TIMEOUT_S="1") as service, unread_answer(service):
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(6) == 0
+    assert not [line for line in service.log if "Traceback" in line or "ERROR" in line]
+
+
+@pytest.mark.parametrize("waits_for", ["a reader", "a rank"])
+def test_a_second_sigterm_ends_it_now_whatever_it_waits_for(waits_for: str, tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def on_message(message: wire.Message) -> None:
+        if isinstance(message, wire.Stop) and waits_for == "a rank":
+            released.wait(30)
+
+    with PlayedService(tmp_path, on_message) as service, contextlib.ExitStack() as stack:
+        if waits_for == "a reader":
+            stack.enter_context(unread_answer(service))
+        service.process.send_signal(signal.SIGTERM)
+        shown = "Shutting down" if waits_for == "a reader" else "Finished server process"
+        wait_until(lambda: any(shown in line for line in service.log))
+        with pytest.raises(subprocess.TimeoutExpired):
+            service.process.wait(1)
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(4) == 1
+        released.set()
+    assert not [line for line in service.log if "Traceback" in line]
+
+
+def test_few_files_mean_few_connections_and_probes_all_the_same(tmp_path: Path) -> None:
+    with PlayedService(tmp_path, command=["prlimit", "--nofile=120:120", *COMMAND]) as service:
+        idle = [connect(service, body=b"") for _ in range(150)]
+        for _ in range(5):
+            assert httpx.get(service.url + "/livez", timeout=5, trust_env=False).status_code == 200
+            assert httpx.post(service.url + "/v1/encode", content=GOOD, timeout=5, trust_env=False).status_code == 200
+        for connection in idle:
+            connection.close()
+
+
 def test_sigterm_while_loading_leaves_nothing() -> None:
     service = RunningService(["--model", MODEL, "--tp", "2"])
     wait_until(lambda: any("Started server" in line or "slab" in line for line in service.log))
@@ -134,7 +248,7 @@ def test_clients_that_leave_free_what_they_held() -> None:
 
 
 def test_it_is_safe_as_pid_1() -> None:
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "service.cli"]
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "service"]
     service = RunningService(["--model", MODEL, "--tp", "2"], command=command).wait_ready()
     pid_1 = descendants(service.process.pid)[0]
     for _ in range(2):
@@ -148,6 +262,17 @@ def test_it_is_safe_as_pid_1() -> None:
     service.stop()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_as_pid_1_it_hears_a_signal_as_soon_as_it_runs(number: int) -> None:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *COMMAND]
+    service = RunningService(["--model", MODEL], command=command)
+    wait_until(lambda: [pid for pid in descendants(service.process.pid) if catches_sigterm(pid)] != [])
+    os.kill(descendants(service.process.pid)[0], number)
+    assert service.process.wait(5) == 128 + number
+    service.stop()
+    assert service.log == []
+
+
 def zombies_below(pid: int) -> int:
     listed = subprocess.run(["ps", "--no-headers", "-eo", "ppid,stat"], capture_output=True, text=True, check=True)
     return sum(line.split()[0] == str(pid) and line.split()[1][0] == "Z" for line in listed.stdout.splitlines())
@@ -155,7 +280,7 @@ def zombies_below(pid: int) -> int:
 
 def test_the_working_directory_does_not_matter(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "service.cli", "demo", "--once", "--port", "0"],
+        [sys.executable, "-m", "service", "demo", "--once", "--port", "0"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

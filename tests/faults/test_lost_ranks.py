@@ -31,11 +31,11 @@ FORGETFUL = {"TPVISION_PARALLEL__RESTART_WINDOW_S": "1", "TPVISION_PARALLEL__MAX
 class Faulty:
     """A service whose ranks misbehave as `arm` says."""
 
-    def __init__(self, file: Path, start: Callable[..., RunningService], **environ: str) -> None:
+    def __init__(self, file: Path, start: Callable[..., RunningService], *ranks: str, **environ: str) -> None:
         self.file = file
         self.arm("nothing", times=0)
         environ = {"PYTHONPATH": str(FAULTS), "TP_FAULT": str(file), **FORGETFUL, **environ}
-        self.service = start("--model", MODEL, "--tp", "2", **environ)
+        self.service = start("--model", MODEL, *ranks, **environ)
 
     def arm(self, what: str, *, times: int = 1, rank: int = 1, where: str = "before", **more: float) -> None:
         fault = {"what": what, "times": times, "rank": rank, "where": where, "tokens": MARKED_TOKENS, **more}
@@ -64,8 +64,9 @@ def make_faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     def start(*arguments: str, **environ: str) -> RunningService:
         return RunningService(list(arguments), environ).wait_ready()
 
-    def make(**environ: str) -> Faulty:
-        made.append(Faulty(tmp_path_factory.mktemp("faults") / "fault.json", start, **environ))
+    def make(*ranks: str, **environ: str) -> Faulty:
+        ranks = ranks or ("--tp", "2")
+        made.append(Faulty(tmp_path_factory.mktemp("faults") / "fault.json", start, *ranks, **environ))
         return made[-1]
 
     yield make
@@ -189,15 +190,19 @@ def test_requests_end_at_their_deadline_whatever_the_workers_do(make_faulty: Cal
     assert victim.service.encode(GOOD).status_code == 200
 
 
-def test_a_poison_image_is_given_up_and_does_not_burn_the_budget(make_faulty: Callable[..., Faulty]) -> None:
-    victim = make_faulty(TPVISION_PARALLEL__RESTART_WINDOW_S="600", TPVISION_PARALLEL__MAX_RESTARTS="2")
-    for _ in range(2):  # four losses, two allowed
-        victim.wait_ready()
-        victim.arm("kill", where="during", times=2)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_poison_image_is_given_up_and_does_not_burn_the_budget(
+    make_faulty: Callable[..., Faulty], groups: int
+) -> None:
+    budget = {"TPVISION_PARALLEL__RESTART_WINDOW_S": "600", "TPVISION_PARALLEL__MAX_RESTARTS": "1"}
+    victim = make_faulty("--tp", "1", "--groups", str(groups), **budget)
+    for _ in range(2):  # four losses, one allowed for each group; of two, it is lost with one and then with the other
+        wait_until(lambda: len(victim.service.client.get("/v1/capacity").json()["ranks"]) == groups, timeout_s=30)
+        victim.arm("kill", rank=0, where="during", times=2)
         marked, neighbours = victim.send_with_neighbours()
         assert (marked.status_code, marked.json()["error"]["code"]) == (500, "encode_failed")
         assert [answer.status_code for answer in neighbours] == [200] * 6
-    victim.wait_ready()
+    wait_until(lambda: len(victim.service.client.get("/v1/capacity").json()["ranks"]) == groups, timeout_s=30)
 
 
 def test_a_group_that_cannot_stay_up_ends_the_service_with_the_root_cause(tmp_path: Path) -> None:

@@ -91,16 +91,17 @@ async def test_a_lost_batch_runs_again_one_by_one_and_poison_is_given_up() -> No
     lost = batcher.take()
     assert lost
     batcher.submit([later])
-    batcher.give_back(lost)
+    batcher.give_back(lost, "first")
     alone = batcher.take()
     assert alone and list(alone.entries) == [good]
     batcher.settle(alone, done(alone.batch_id))
     assert good.future.done()
     second = batcher.take()
     assert second and list(second.entries) == [poison]
-    batcher.give_back(second)
+    batcher.give_back(second, "second")
     with pytest.raises(EncodeFailed):
         await poison.future
+    assert poison.lost_with == ["first", "second"]
     rest = batcher.take()
     assert rest and list(rest.entries) == [later]
 

@@ -1,7 +1,15 @@
-import pytest
+"""The launcher's devices, and its budget with a short program in torchrun's place."""
 
-from service.launcher import devices_of_group
-from tp.settings import ParallelSettings
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from running import until
+
+from service.launcher import BudgetSpentError, GroupLauncher, devices_of_group
+from tp.settings import ParallelSettings, Settings
 
 
 @pytest.mark.parametrize(
@@ -12,3 +20,71 @@ from tp.settings import ParallelSettings
 def test_a_group_has_its_devices(visible: str | None, first: str, second: str) -> None:
     parallel = ParallelSettings(tensor=2, groups=2)
     assert ["".join(devices_of_group(group, parallel, visible)) for group in (0, 1)] == [first, second]
+
+
+class Launcher(GroupLauncher):
+    """Launches `python -c` with a program, and notes when."""
+
+    def __init__(self, program: str, *, max_restarts: int = 2, start_timeout_s: float | None = 60) -> None:
+        settings = Settings.model_validate({"parallel": {"device": "cpu", "max_restarts": max_restarts}})
+        super().__init__(settings, group=0, socket_path=Path("unused"), start_timeout_s=start_timeout_s)
+        self._program = program
+        self.launched: list[float] = []
+
+    def _command(self) -> list[str]:
+        self.launched.append(time.monotonic())
+        return [sys.executable, "-c", self._program]
+
+    async def lose(self, incarnation: str) -> None:
+        """The next incarnation becomes ready and ends."""
+        num_launched = len(self.launched)
+        self.note_ready(incarnation)
+        await self.kill("lost")
+        await until(lambda: len(self.launched) > num_launched)
+
+
+WAIT = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_ranks_that_end_while_they_start_burn_the_budget(status: int) -> None:
+    launcher = Launcher(f"raise SystemExit({status})")
+    with pytest.raises(BudgetSpentError, match=f"lost 3 times .* torchrun ended with status {status}"):
+        asyncio.run(asyncio.wait_for(launcher.run(), 30))
+    first, second, third = launcher.launched
+    assert second - first > 0.2 and third - second > 1
+
+
+def test_workers_of_a_front_end_elsewhere_pause_after_a_clean_end() -> None:
+    async def run() -> None:
+        launcher = Launcher("", start_timeout_s=None, max_restarts=0)
+        running = asyncio.create_task(launcher.run())
+        await asyncio.sleep(2.5)
+        assert 2 <= len(launcher.launched) <= 3
+        await launcher.stop(0)
+        await running
+
+    asyncio.run(run())
+
+
+def test_excused_losses_are_off_the_budget_whenever_that_is_known_and_no_others() -> None:
+    async def run() -> None:
+        launcher = Launcher(WAIT)
+        running = asyncio.create_task(launcher.run())
+        await until(lambda: launcher.launched != [])
+        for number in range(4):
+            await launcher.lose(f"first {number}")  # counted, as nobody knows why
+            launcher.excuse([f"first {number}", "of another group"])  # lost that one too: poison
+        launcher.note_ready("next")
+        launcher.excuse(["of another group", "next"])
+        await launcher.lose("next")
+        assert not launcher._losses
+        for number in range(2):
+            await launcher.lose(f"real {number}")
+        assert [incarnation for _, incarnation in launcher._losses] == ["real 0", "real 1"]
+        launcher.note_ready("real 2")
+        await launcher.kill("lost")
+        with pytest.raises(BudgetSpentError, match="lost 3 times"):
+            await asyncio.wait_for(running, 10)
+
+    asyncio.run(run())

@@ -67,6 +67,13 @@ def test_a_taken_port_is_named() -> None:
             listen(port=port)
 
 
+@pytest.mark.parametrize("host", ["a" * 64 + ".test", "", "no.such.host.invalid"])
+def test_a_host_that_cannot_be_one_is_named(host: str) -> None:
+    if host:
+        with pytest.raises(server.ServeError, match=f"cannot listen on {host}"):
+            listen(host=host)
+
+
 def test_an_ipv6_url_has_brackets() -> None:
     settings = Settings(server=ServerSettings(host="::1", port=0))
     try:
@@ -86,15 +93,17 @@ def few_files() -> Iterator[int]:
 
 
 def test_the_limit_of_open_files_is_raised_as_needed(few_files: int) -> None:
-    server._allow_files(300)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, few_files)
-    server._allow_files(100)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, few_files)
+    assert server._allow_connections(10) == 10
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (542, few_files)
+    assert server._allow_connections(5) == 5
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (542, few_files)
 
 
-def test_too_few_allowed_files_are_warned_about(few_files: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_too_few_files_are_allowed_there_are_fewer_connections(
+    few_files: int, caplog: pytest.LogCaptureFixture
+) -> None:
     if few_files == resource.RLIM_INFINITY:
         pytest.skip("this machine allows any number")
-    server._allow_files(few_files + 1)
+    assert server._allow_connections(few_files) == few_files // 6
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few_files, few_files)
     assert f"only {few_files} are allowed" in caplog.text

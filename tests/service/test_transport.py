@@ -239,6 +239,24 @@ def test_a_path_that_cannot_even_be_looked_at_is_an_error_of_ours(tmp_path: Path
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM], ids=["datagram", "accepts nobody"])
+def test_a_socket_of_somebody_else_is_left_alone(tmp_path: Path, kind: int) -> None:
+    path = tmp_path / "s"
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            with pytest.raises(ControlSocketError, match=str(path)):
+                await Listening(path).__aenter__()
+
+    with socket.socket(socket.AF_UNIX, kind) as other, socket.socket(socket.AF_UNIX, kind) as waiting:
+        other.bind(str(path))
+        if kind == socket.SOCK_STREAM:
+            other.listen(0)
+            waiting.connect(str(path))  # nobody else can now
+        asyncio.run(run())
+    assert path.is_socket()
+
+
 def test_a_rank_that_leaves_before_its_welcome_takes_nobodys_place(tmp_path: Path) -> None:
     async def run() -> None:
         async with asyncio.timeout(20), Listening(tmp_path / "s") as listening:

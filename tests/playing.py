@@ -1,0 +1,92 @@
+"""A rank that a thread of the test plays: the front-end behind it is real, needs no torch, and is ready in a second."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from running import COMMAND, GOLDEN, RunningService
+
+from tp import wire
+from tp.control import ControlClient
+from tp.settings import Settings, load_settings
+from tp.spec import read_spec
+
+MODEL = GOLDEN / "tiny-k3-f32"
+OnMessage = Callable[[wire.Message], None]
+
+
+def played_settings(folder: Path, environ: dict[str, str]) -> Settings:
+    """What a front-end whose rank is played is started with."""
+    flags = {
+        "model.path": MODEL,
+        "parallel.device": "cpu",
+        "parallel.workers": "external",
+        "parallel.socket": folder / "control.sock",
+    }
+    return load_settings(environ=environ, flags=flags).settings
+
+
+def join(settings: Settings, incarnation: str, on_message: OnMessage = lambda message: None) -> threading.Thread:
+    """Play the one rank of the group; `on_message` hears of each batch before it is answered, and of Stop."""
+    player = threading.Thread(target=_play, args=(settings, incarnation, on_message), daemon=True)
+    player.start()
+    return player
+
+
+def _play(settings: Settings, incarnation: str, on_message: OnMessage) -> None:
+    assert settings.parallel.socket is not None
+    control = ControlClient.connect(settings.parallel.socket, timeout_s=20)
+    hello = wire.Hello(
+        group=0,
+        incarnation=incarnation,
+        rank=0,
+        pid=os.getpid(),
+        contract=wire.contract_for(settings, read_spec(MODEL), 1),
+        weights_fingerprint="played",
+    )
+    welcome, descriptor = control.greet(hello)
+    os.close(descriptor)
+    ready = wire.Ready(
+        device="cpu",
+        weights_bytes=1,
+        slab_bytes=welcome.slab_bytes,
+        resident_bytes=1,
+        warm_up_patches=1024,
+        warm_up_s=0.1,
+    )
+    try:
+        control.send(ready)
+        while (message := control.receive()) is not None:
+            on_message(message)
+            if not isinstance(message, wire.Batch):
+                return
+            control.send(wire.Done(batch_id=message.batch_id, non_finite=[], forward_s=0.01, all_gather_s=0.0))
+    except OSError:
+        return  # the front-end is gone
+    finally:
+        control.close()
+
+
+class PlayedService(RunningService):
+    """`tpvision serve` with a played rank. It ends with the block that it is used in."""
+
+    def __init__(
+        self,
+        folder: Path,
+        on_message: OnMessage = lambda message: None,
+        command: Sequence[str] = COMMAND,
+        **environ: str,
+    ) -> None:
+        settings = played_settings(folder, environ)
+        arguments = ["--model", str(MODEL), "--workers", "external", "--socket", str(settings.parallel.socket)]
+        super().__init__(arguments, environ, command)
+        join(settings, "first", on_message)
+
+    def __enter__(self) -> "PlayedService":
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.stop()
