@@ -3,12 +3,15 @@
 import json
 import subprocess
 
+import pytest
 from running import COMMAND, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_every_figure_is_there() -> None:
     command = [*COMMAND, "bench", "front-end", "--seconds", "0.3", "--json"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert ended.returncode == 0, ended.stderr
     rows = {row["what"]: row for row in json.loads(ended.stdout)["rows"]}
     assert {(row["target"], row["target_is"], row["unit"]) for row in rows.values() if row["target"]} == {
@@ -20,7 +23,7 @@ def test_every_figure_is_there() -> None:
         (3, "at most", "ms"),
     }
     decoding = [row for what, row in rows.items() if what.startswith("CPU from body to rows")]
-    assert [row["details"]["patches"] for row in decoding] == [3300, 16_372, 61_776]
+    assert [row["details"]["patches"] for row in decoding] == [3300, 16_280, 61_776]
     large = rows["rows to last byte, 58.7 MB of octet-stream"]
     assert large["reference"] > 0 and large["details"]["copy_to_touched_memory_ms"] > 0
     assert rows["front-end memory for it, safetensors"]["value"] > 50  # the one copy

@@ -79,6 +79,7 @@ def bench(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.slow
 def test_a_service_of_its_own_is_loaded_open_and_closed() -> None:
     ended = bench(
         *(

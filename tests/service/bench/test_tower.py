@@ -196,6 +196,7 @@ def report() -> dict[str, Any]:
     return json.loads(ended.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_every_batch_is_run_on_every_contender(report: dict[str, Any]) -> None:
     who = [(row["batch"], row["contender"]) for row in report["rows"]]
     names = (BASELINE, "2 ranks, gloo")
@@ -203,6 +204,7 @@ def test_every_batch_is_run_on_every_contender(report: dict[str, Any]) -> None:
     assert who == [*lone, ("4 x 64", "2 ranks, data-parallel"), ("4 x 64", "2 processes")]
 
 
+@pytest.mark.slow
 def test_rows_are_consistent(report: dict[str, Any]) -> None:
     spec = parse_spec(demo_config("tiny"), demo_preprocessor_config())
     for row in report["rows"]:
@@ -220,6 +222,7 @@ def test_rows_are_consistent(report: dict[str, Any]) -> None:
         assert row["peak_growth_bytes"] is None or row["peak_growth_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_predicted_grows_with_the_formula(report: dict[str, Any]) -> None:
     spec = parse_spec(demo_config("tiny"), demo_preprocessor_config())
     rows = {(row["batch"], row["contender"]): row for row in report["rows"]}
@@ -237,6 +240,7 @@ def test_a_folder_without_tensors_is_refused_before_anything_is_started(tmp_path
     assert ".safetensors" in ended.stderr and "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
     command = [*COMMAND, "bench", "tower", "--model", str(MODEL), "--tp", "1"]
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
@@ -248,6 +252,7 @@ def test_a_benchmark_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None
     assert not any(tmp_path.glob("tpvision-*"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_ends_the_benchmark_with_a_line() -> None:
     ended = bench("--model", str(MODEL), "--tp", "1", CUDA_VISIBLE_DEVICES="", TPVISION_PARALLEL__DEVICE="cuda")
     assert (ended.returncode, ended.stdout) == (1, "")
