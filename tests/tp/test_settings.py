@@ -183,14 +183,12 @@ def test_what_can_be_reloaded_are_settings() -> None:
     assert [name for name in RELOADABLE if name not in names] == []
 
 
-@pytest.mark.parametrize("text", ["a: 2020-99-99", "[" * 5000, "a: [", "\x00", "? [a]: b\n? {b}: c"])
+@pytest.mark.parametrize("text", ["a: 2020-99-99", "[" * 1500, "a: [", "\x00", "? [a]: b\n? {b}: c"])
 def test_a_file_that_is_no_yaml_is_a_settings_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=r"config.yaml cannot be read"):
         load_settings(path)
-    with pytest.raises(SettingsError):
-        load_settings(environ={"TPVISION_SERVER__HOST": text})
 
 
 @pytest.mark.parametrize("slab_patches", [16_380, 16_386, 0, -4])
