@@ -23,11 +23,20 @@ def helm_template(*values: Path, chart: Path = CHART, release: str = "tpvision")
     return "\n".join(line for line in printed.splitlines() if not line.startswith("level=INFO ")) + "\n"
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which YAML's loader takes the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        assert len(set(keys)) == len(keys), f"a key twice: {sorted(keys)}"
+        return super().construct_mapping(node, deep)
+
+
 class Rendered:
     """Kubernetes objects, found by kind and name."""
 
     def __init__(self, text: str) -> None:
-        self.objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
+        self.objects: list[Object] = [document for document in yaml.load_all(text, _Loader) if document]
 
     def all(self, kind: str) -> list[Object]:
         return [found for found in self.objects if found["kind"] == kind]

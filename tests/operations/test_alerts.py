@@ -27,7 +27,7 @@ def test_each_alert_is_tried_firing_and_quiet(name: str) -> None:
     tried = [
         case
         for each in yaml.safe_load(TESTS_FILE.read_text())["tests"]
-        for case in each["alert_rule_test"]
+        for case in each.get("alert_rule_test", [])
         if case["alertname"] == name
     ]
     assert {bool(case["exp_alerts"]) for case in tried} == {True, False}

@@ -5,14 +5,15 @@
 
 {{- define "tpvision.selectorLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
+{{- /* With `extraLabels` in the context, which win over the chart's own. */}}
 {{- define "tpvision.metadata" -}}
 name: {{ include "tpvision.fullname" . }}
-namespace: {{ .Release.Namespace }}
+namespace: {{ .Release.Namespace | quote }}
 labels:
-  {{- include "tpvision.labels" . | nindent 2 }}
+  {{- merge (dict) (.extraLabels | default dict) (include "tpvision.labels" . | fromYaml) | toYaml | nindent 2 }}
 {{- end }}
 
 {{- define "tpvision.labels" -}}
@@ -66,7 +67,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{- /* What all containers have in common: restricted pod security, and nothing written but to /tmp. */}}
 {{- define "tpvision.container" -}}
-image: {{ include "tpvision.image" . }}
+image: {{ include "tpvision.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 terminationMessagePolicy: FallbackToLogsOnError # the last line holds the root cause
 securityContext:
@@ -78,4 +79,19 @@ securityContext:
 
 {{- define "tpvision.devices" -}}
 {{- untilStep 0 (int .Values.settings.parallel.tensor) 1 | join "," }}
+{{- end }}
+
+{{- /* As deploy/proxies/nginx.conf, which was tried: wider than our own limits, and nothing is held. */}}
+{{- define "tpvision.nginxAnnotations" -}}
+{{- $limits := .Values.settings.limits | default dict -}}
+nginx.ingress.kubernetes.io/proxy-body-size: "0"
+nginx.ingress.kubernetes.io/proxy-request-buffering: "off"
+nginx.ingress.kubernetes.io/proxy-buffer-size: 32k
+nginx.ingress.kubernetes.io/proxy-buffers-number: "16"
+nginx.ingress.kubernetes.io/proxy-busy-buffers-size: 64k
+nginx.ingress.kubernetes.io/proxy-max-temp-file-size: "0"
+nginx.ingress.kubernetes.io/proxy-connect-timeout: "2"
+nginx.ingress.kubernetes.io/proxy-send-timeout: {{ dig "send_timeout_s" 60 $limits | ceil | int | quote }}
+nginx.ingress.kubernetes.io/proxy-read-timeout: {{ add (dig "request_timeout_s" 300 $limits | ceil | int) 10 | quote }}
+nginx.ingress.kubernetes.io/proxy-next-upstream: error timeout
 {{- end }}
