@@ -134,8 +134,15 @@ class RequestScope:
                 await _answer_error(record, error)(scope, receive_counted, send_named)
         finally:
             record.note_gone()
-            record.route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
+            record.route = _route_of(scope)
             self._reporter.end(record)
+
+
+def _route_of(scope: Scope) -> str:
+    """The path of the route that answered. FastAPI does not name the two of its own in the scope."""
+    own = (scope["app"].docs_url, scope["app"].openapi_url)
+    unnamed = scope["path"] if "endpoint" in scope and scope["path"] in own else UNKNOWN_ROUTE
+    return str(getattr(scope.get("route"), "path", unnamed))
 
 
 def _add_probes(app: FastAPI, engine: Engine) -> None:

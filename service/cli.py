@@ -238,7 +238,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         spec = read_checked_spec(settings)
     else:
         spec = PUBLISHED_K3
-        print(f"{path or 'no model'} is not there: planned for published Kimi K3", file=sys.stderr)  # noqa: T201
+        reason = "no model is named" if path is None else f"there is no folder {path}"
+        print(f"{reason}: planned for published Kimi K3", file=sys.stderr)  # noqa: T201
     plan = plan_capacity(spec, settings, num_cores=len(os.sched_getaffinity(0)))
     if arguments.json:
         _print_json(plan.as_dict())

@@ -5,12 +5,16 @@ import hashlib
 import hmac
 import logging
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
+
+from service.waiting import DaemonThread
 
 log = logging.getLogger("tpvision.keys")
 
 _CHECK_S = 1.0
+_READ_TIMEOUT_S = 10.0  # its disk may hang
 
 _Signature = tuple[int, int, int, int]  # tells one content of a file from another without reading it
 
@@ -26,6 +30,7 @@ class KeyRing:
         self._path = path
         self._digests = digests
         self._seen: _Signature | None = signature
+        self._thread = DaemonThread(_READ_TIMEOUT_S)
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -53,26 +58,34 @@ class KeyRing:
         else:
             log.info("the API key file changed: %d keys", len(self._digests))
 
+    async def follow(self) -> None:
+        """Reload in a thread; where the file gives no answer in time, say so."""
+        try:
+            await self._thread.run(self.reload)
+        except TimeoutError as error:
+            log.error("the API key file %s: %s; the %d old keys stay valid", self._path, error, len(self._digests))
+
 
 async def watch(current: Callable[[], KeyRing | None]) -> None:
-    """Follow the file of the ring in force until cancelled, once a second, in a thread because its disk may hang."""
+    """Follow the file of the ring in force until cancelled, once a second."""
     while True:
         await asyncio.sleep(_CHECK_S)
         if (ring := current()) is not None:
-            await asyncio.to_thread(ring.reload)
+            await ring.follow()
 
 
 def _read(path: Path) -> tuple[frozenset[bytes], _Signature]:
     try:
-        with path.open("rb") as file:
-            signature = _signature(os.fstat(file.fileno()))  # before reading: a later write is then noticed
-            lines = [line.strip() for line in file.read().removeprefix(b"\xef\xbb\xbf").splitlines()]
+        status = path.stat()  # before reading: a later write is then noticed
+        if not stat.S_ISREG(status.st_mode):
+            raise KeysError(f"the API key file {path} cannot be read: not a regular file")
+        lines = [line.strip() for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()]
     except OSError as error:
         raise KeysError(f"the API key file {path} cannot be read: {error.strerror}") from error
     keys = {line for line in lines if line and not line.startswith(b"#")}
     if not keys:
         raise KeysError(f"the API key file {path} holds no key")
-    return frozenset(hashlib.sha256(key).digest() for key in keys), signature
+    return frozenset(hashlib.sha256(key).digest() for key in keys), _signature(status)
 
 
 def _sign(path: Path) -> _Signature | None:

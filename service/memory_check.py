@@ -88,7 +88,9 @@ def check_host(spec: EncoderSpec, settings: Settings, *, side: Side = "all", roo
     top, num_cores = settings.capacity.max_patches_per_image, len(os.sched_getaffinity(0))
     rows = host_rows(spec, settings, top=top, num_cores=num_cores, on_cpu=on_cpu, side=side)
     parts = ", ".join(f"{row.name} {row.num_bytes:,}" for row in rows)
-    fit.check(f"memory of this machine ({room.bound})", f"({parts})")
+    slab_patches = settings.capacity.slab_patches
+    fixed = "" if slab_patches is None else f" with capacity.slab_patches {slab_patches:,}"
+    fit.check(f"memory of this machine ({room.bound})", f"({parts}){fixed}")
     log.info("memory: %d bytes needed (%s), %d there (%s)", fit.needed_bytes, parts, fit.available_bytes, room.bound)
 
 

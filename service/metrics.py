@@ -150,8 +150,11 @@ class Metrics(Collector):
         self._start_at_zero(settings)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """All metrics in the format that an Accept header asks for, and its content type."""
-        encode, content_type = choose_encoder(accept)
+        """All metrics in the format that an Accept header asks for (text where it is malformed), and its type."""
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version of letters, say
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def note_request(self, record: RequestRecord) -> None:

@@ -52,7 +52,7 @@ class Reporter:
         sent: dict[bytes, list[str]] = {b"x-request-id": [], b"traceparent": []}
         for name, value in scope["headers"]:
             if name in sent:
-                sent[name].append(value.decode("latin-1"))
+                sent[name].append(value.decode("latin-1").strip(" \t"))
         valid = (value for value in sent[b"x-request-id"] if _REQUEST_ID.fullmatch(value))
         parent = read_traceparent(sent[b"traceparent"])
         record = self._begin(next(valid, None) or uuid.uuid4().hex, parent, is_probe=scope["path"] in PROBES)

@@ -25,9 +25,9 @@ from service.engine import Engine
 from service.keys import KeyRing, watch
 from service.progress import LoadProgress
 from service.protocol import BoundedProtocol, ConnectionTable
-from service.reload import reload
+from service.reload import Reload, reload
 from service.reporter import Reporter, Spans
-from service.waiting import first_of
+from service.waiting import DaemonThread, first_of
 from tp.process import reap_orphans
 from tp.settings import Settings
 from tp.spec import EncoderSpec
@@ -41,6 +41,7 @@ _FILES_PER_CONNECTION = 3  # its socket, a body, and what a JSON body's images a
 _OTHER_FILES = 512
 _BACKLOG = 2048
 _REAP_EVERY_S = 1.0
+_READ_TIMEOUT_S = 10.0  # for the files of a reload, whose disk may hang
 _FLUSH_S = 1.0  # for the last answers, when it is to end now
 
 
@@ -160,16 +161,20 @@ async def _follow(
     take_over: Callable[[Settings, KeyRing | None], None],
 ) -> None:
     """Whenever SIGHUP asks for it, take over what a running service can of new settings, all of it at one moment."""
+
+    def read() -> tuple[Reload, KeyRing | None]:
+        found = reload(engine.started_with, engine.settings, read_again())
+        return found, read_keys(found.settings)
+
+    thread = DaemonThread(_READ_TIMEOUT_S)
     while True:
         await hang_up.wait()
         hang_up.clear()
         try:
-            wanted = await asyncio.to_thread(read_again)
-            keys = await asyncio.to_thread(read_keys, wanted)
+            found, keys = await thread.run(read)
         except Exception as error:  # noqa: BLE001 - whatever an operator's files hold, the service goes on
             log.error("the settings were not reloaded, nothing has changed: %s", error)
             continue
-        found = reload(engine.started_with, engine.settings, wanted)
         take_over(found.settings, keys)
         for sentence in found.held_back:
             log.warning("not reloaded: %s", sentence)

@@ -1,7 +1,12 @@
-"""Waiting for the first of several things."""
+"""Waiting for the first of several things, and for what may never end."""
 
 import asyncio
-from collections.abc import Awaitable
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 async def first_of(*work: Awaitable[object]) -> None:
@@ -13,3 +18,38 @@ async def first_of(*work: Awaitable[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class DaemonThread:
+    """Calls what may hang, one at a time: nobody waits longer than `timeout_s`, and the process's end not at all."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """What it gives or raises. Raises TimeoutError, also where an earlier one still hangs."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._idle.wait()
+                return await asyncio.wrap_future(self._start(work))
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
+
+    def _start(self, work: Callable[[], Result]) -> Future[Result]:
+        loop = asyncio.get_running_loop()
+        outcome: Future[Result] = Future()
+        outcome.set_running_or_notify_cancel()  # who gives up waiting cannot cancel it
+
+        def call() -> None:
+            try:
+                outcome.set_result(work())
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                outcome.set_exception(error)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._idle.set)
+
+        self._idle.clear()
+        threading.Thread(target=call, daemon=True).start()
+        return outcome

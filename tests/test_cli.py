@@ -106,6 +106,13 @@ def test_the_plan_of_published_k3_has_the_worked_numbers() -> None:
     assert plan["largest_image"]["patches"] == 67_320
 
 
+def test_the_plan_says_why_it_is_of_published_k3(tmp_path: Path) -> None:
+    assert tpvision("plan").stderr == "no model is named: planned for published Kimi K3\n"
+    missing = tmp_path / "missing"
+    ended = tpvision("plan", "--model", str(missing))
+    assert ended.stderr == f"there is no folder {missing}: planned for published Kimi K3\n"
+
+
 def test_the_demo_makes_a_model_and_embeds_the_photograph(tmp_path: Path) -> None:
     ended = tpvision("demo", "--once", "--port", "0", "--out", str(tmp_path / "model"), timeout_s=120)
     assert ended.returncode == 0, ended.stderr

@@ -209,6 +209,16 @@ def test_openmetrics_where_it_is_asked_for(service: RunningService) -> None:
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
+@pytest.mark.parametrize("version", ["x.y", "1", "1.0.0.0", "", "-1.0.0", "1.0.0-rc1", "9.9.9", "1,2"])
+@pytest.mark.parametrize("media_type", ["application/openmetrics-text", "text/plain"])
+@pytest.mark.parametrize("escaping", ["", ";escaping=none", ";escaping=x"])
+def test_whatever_accept_asks_for_there_is_an_answer(version: str, media_type: str, escaping: str) -> None:
+    metrics = Metrics(Settings(), model="m", dtype="float32", read_state=nothing_yet)
+    content, content_type = metrics.expose(f"{media_type}; version={version}{escaping}")
+    assert b"tpvision_requests" in content
+    assert content_type.startswith(("text/plain; ", "application/openmetrics-text; "))
+
+
 def test_the_probes_port_has_them_too(service: RunningService) -> None:
     (found,) = [match for line in service.log if (match := re.search(r"probes at (http://[\d.:]+)", line))]
     answer = httpx.get(found[1] + "/metrics")

@@ -89,6 +89,14 @@ def reloading(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> R
     return Reloading(service, config)
 
 
+@pytest.fixture
+def keyed(start_service: Any, tmp_path: Path) -> Reloading:
+    """One of its own, since keys are not switched off again."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(PLAIN))
+    return Reloading(start_service("--model", MODEL, "--config", str(config)), config)
+
+
 @pytest.fixture(autouse=True)
 def as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
@@ -186,26 +194,47 @@ def test_more_may_be_allowed_than_at_the_start(start_service: Any, tmp_path: Pat
         assert reloading.service.encode(GOOD).status_code == 200
 
 
-def test_keys_come_change_and_go(reloading: Reloading, tmp_path: Path) -> None:
-    service, keys = reloading.service, tmp_path / "keys"
+def test_keys_come_and_change_and_never_go(keyed: Reloading, tmp_path: Path) -> None:
+    service, keys = keyed.service, tmp_path / "keys"
 
     def status(key: str) -> int:
         return service.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
     keys.write_text("first\n")
-    reloading.reload({"server": {"api_keys_file": str(keys)}})
+    keyed.reload({"server": {"api_keys_file": str(keys)}})
     assert (service.client.get("/v1/models").status_code, status("first"), status("second")) == (401, 200, 401)
     assert "security" in service.client.get("/openapi.json").text
     other = tmp_path / "others"
     other.write_text("second\n")
-    reloading.reload({"server": {"api_keys_file": str(other)}})
+    keyed.reload({"server": {"api_keys_file": str(other)}})
     assert (status("first"), status("second")) == (401, 200)
     keys.write_text("first\nthird\n")  # nobody looks at it any more
     other.write_text("fourth, and longer\n")
     wait_until(lambda: status("fourth, and longer") == 200, timeout_s=5)
     assert (status("first"), status("third")) == (401, 401)
-    reloading.reload()
-    assert service.client.get("/v1/models").status_code == 200
+    for half_written in ("capacity: {policy: refuse}", "server:", ""):
+        lines = keyed.reload_text(half_written)
+        assert any("warning: not reloaded: server.api_keys_file stays" in line for line in lines)
+        assert (service.client.get("/v1/models").status_code, status("fourth, and longer")) == (401, 200)
+    other.write_text("fifth\n")  # the ring in force is still followed
+    wait_until(lambda: status("fifth") == 200, timeout_s=5)
+
+
+def test_files_that_may_block_are_refused_and_the_service_ends(keyed: Reloading, tmp_path: Path) -> None:
+    keys, fifo = tmp_path / "keys", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    lines = keyed.reload({"server": {"api_keys_file": str(fifo)}})
+    assert lines[-1].endswith(f"the API key file {fifo} cannot be read: not a regular file")
+    keys.write_text("first\n")
+    keyed.reload({"server": {"api_keys_file": str(keys)}})
+    fifo.replace(keys)
+    wait_until(lambda: any("1 old keys stay valid" in line for line in keyed.service.log), timeout_s=5)
+    keyed.config.unlink()
+    os.mkfifo(keyed.config)
+    before = len(keyed.service.log)
+    keyed.service.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: any("cannot be read: not a regular file" in line for line in keyed.service.log[before:]))
+    assert keyed.service.stop() == 0
 
 
 def test_what_needs_a_restart_is_named_and_the_rest_is_taken_over(reloading: Reloading) -> None:
@@ -293,8 +322,8 @@ def test_requests_that_were_admitted_keep_what_they_were_admitted_with(reloading
     assert ranks_of(service) == ranks  # none was lost to a batch over the new top tier
 
 
-def test_under_load_no_request_is_lost_and_none_sees_half_of_a_reload(reloading: Reloading, tmp_path: Path) -> None:
-    service = reloading.service
+def test_under_load_no_request_is_lost_and_none_sees_half_of_a_reload(keyed: Reloading, tmp_path: Path) -> None:
+    service = keyed.service
     keys = [tmp_path / "keys", tmp_path / "more keys"]
     for path in keys:
         path.write_text(f"the key\n{path.name}\n")
@@ -319,7 +348,7 @@ def test_under_load_no_request_is_lost_and_none_sees_half_of_a_reload(reloading:
         try:
             for number in range(24):
                 more = {"limits": {"max_queue_s": 500 + number}, "server": {"api_keys_file": str(keys[number % 2])}}
-                reloading.reload((wide, narrow)[number % 2], more)
+                keyed.reload((wide, narrow)[number % 2], more)
         finally:
             done.set()
         for each in clients:
@@ -328,9 +357,9 @@ def test_under_load_no_request_is_lost_and_none_sees_half_of_a_reload(reloading:
         (200, "tier 1024, downscaled False"),
         (422, "the image has 400 patches, the limit is 64"),
     }, set(outcomes)
-    reloading.reload()
+    service.client.headers["authorization"] = "Bearer the key"
     assert_balanced(service)
-    capacity = reloading.capacity
+    capacity = keyed.capacity
     assert capacity["requests"]["client_gone"] == 0
 
 

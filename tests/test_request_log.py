@@ -147,6 +147,11 @@ def test_a_request_id_is_kept(service: RunningService, value: str) -> None:
     assert line_of(service, answer)["route"] == "/v1/models"
 
 
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_the_documents_are_routes_too(service: RunningService, path: str) -> None:
+    assert line_of(service, service.client.get(path))["route"] == path
+
+
 @pytest.mark.parametrize("value", ["", "x" * 129, "a b", "a\tb", "é", '"', "a,b"])
 def test_another_request_id_is_replaced(service: RunningService, value: str) -> None:
     answer = service.client.get("/v1/models", headers=[(b"x-request-id", value.encode("latin-1"))])

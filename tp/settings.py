@@ -349,7 +349,7 @@ RELOADABLE: Mapping[str, str] = {
     "limits.header_timeout_s": "yes",
     "limits.keep_alive_timeout_s": "yes",
     "limits.send_timeout_s": "yes",
-    "server.api_keys_file": "yes",
+    "server.api_keys_file": "to another file; to none needs a restart",
 }
 
 
@@ -429,6 +429,8 @@ def _from_file(path: Path | None) -> Iterator[tuple[str, str, Any]]:
     if path is None:
         return
     try:
+        if path.exists() and not path.is_file():  # a FIFO may block for good
+            raise ValueError("not a regular file")
         tree = yaml.safe_load(path.read_bytes()) or {}
     except _UNREADABLE as error:
         raise SettingsError(f"{path} cannot be read: {_in_one_line(error)}") from error

@@ -1,8 +1,10 @@
 """The key file: what it may hold, how it is read again, and who is let in by a real service."""
 
+import asyncio
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,13 @@ def test_a_file_without_keys_is_refused(path: Path, content: bytes) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeysError, match="cannot be read"):
         KeyRing.read(tmp_path / "none")
+
+
+def test_a_file_that_may_block_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(KeysError, match="not a regular file"):
+            KeyRing.read(path)
 
 
 def test_no_key_can_be_seen_in_the_ring(path: Path) -> None:
@@ -117,6 +126,28 @@ def test_an_unchanged_file_is_not_read(path: Path, monkeypatch: pytest.MonkeyPat
     keys = KeyRing.read(path)
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was opened"))
     keys.reload()
+
+
+def test_a_file_that_gives_no_answer_keeps_the_old_keys_and_is_told_of(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.keys._READ_TIMEOUT_S", 0.1)
+    keys = KeyRing.read(path)
+    replace(path, b"third-key\n")
+    disk = threading.Event()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (disk.wait(), read(path))[1])
+
+    async def follow() -> None:
+        await keys.follow()
+        assert keys.holds("first-key")
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert message.endswith("no answer within 0.1 s; the 2 old keys stay valid")
+        disk.set()
+        await keys.follow()
+        assert keys.holds("third-key") and not keys.holds("first-key")
+
+    asyncio.run(follow())
 
 
 @pytest.fixture(scope="module")

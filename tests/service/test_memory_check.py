@@ -105,6 +105,11 @@ def test_where_no_tier_fits_it_says_so(tmp_path: Path) -> None:
         check_host(PUBLISHED_K3, settings(), root=tmp_path)
 
 
+def test_a_slab_of_a_set_size_is_named_where_it_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(MemoryShortError, match=r"with capacity\.slab_patches 40,000,000, "):
+        check_host(PUBLISHED_K3, settings(capacity__slab_patches=40_000_000), root=Machine(tmp_path).root)
+
+
 def test_what_is_just_there_is_enough(tmp_path: Path) -> None:
     made = settings(parallel__device="cpu", capacity__patch_capacities=[64])
     total = sum(needed(made, num_cores=len(os.sched_getaffinity(0))).values())

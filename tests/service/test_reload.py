@@ -67,6 +67,15 @@ def test_everything_else_is_named_and_stays() -> None:
     assert found.held_back[1] == "capacity.slab_patches stays unset: 4096 needs a restart"
 
 
+def test_keys_are_never_switched_off() -> None:
+    keyed = wanting(server__api_keys_file="/keys").settings
+    assert reload(STARTED, keyed, STARTED) == Reload(
+        keyed,
+        (),
+        ("server.api_keys_file stays /keys: unset needs a restart, since anyone could call without keys",),
+    )
+
+
 def test_what_is_held_back_is_named_again_at_the_next_reload() -> None:
     wanted = load_settings(flags={"parallel.tensor": 2}).settings
     first = reload(STARTED, STARTED, wanted)

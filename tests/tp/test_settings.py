@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,12 @@ def test_other_tiers_stop_the_start_with_the_reason(value: object, reason: str) 
 def test_what_can_be_reloaded_are_settings() -> None:
     names = [name for name, _ in known_names()]
     assert [name for name in RELOADABLE if name not in names] == []
+
+
+def test_a_file_that_may_block_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SettingsError, match="fifo cannot be read: not a regular file"):
+        load_settings(tmp_path / "fifo")
 
 
 @pytest.mark.parametrize("text", ["a: 2020-99-99", "[" * 1500, "a: [", "\x00", "? [a]: b\n? {b}: c"])

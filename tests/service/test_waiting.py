@@ -1,0 +1,62 @@
+"""What may never end: nobody waits for it beyond a deadline, and the end of the process not at all."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+from running import ROOT
+
+from service.waiting import DaemonThread
+
+
+def test_it_gives_and_raises_what_the_work_does() -> None:
+    async def check() -> None:
+        thread = DaemonThread(5)
+        assert await thread.run(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            await thread.run(lambda: 1 // 0)
+        assert await thread.run(threading.current_thread) is not threading.main_thread()
+
+    asyncio.run(check())
+
+
+def test_while_one_hangs_no_other_is_started() -> None:
+    end = threading.Event()
+    started: list[int] = []
+
+    def hang() -> None:
+        started.append(1)
+        end.wait()
+
+    async def check() -> None:
+        thread = DaemonThread(0.05)
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+                await thread.run(hang)
+        assert started == [1]
+        end.set()
+        assert await thread.run(lambda: "again") == "again"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "wait", ["await thread.run(hang)", "asyncio.create_task(thread.run(hang)); await asyncio.sleep(0.05)"]
+)
+def test_the_process_ends_while_it_hangs(wait: str) -> None:
+    program = f"""
+import asyncio, threading
+from service.waiting import DaemonThread
+async def main():
+    thread, hang = DaemonThread(0.1), threading.Event().wait
+    try:
+        {wait}
+    except TimeoutError:
+        pass
+asyncio.run(main())
+"""
+    command = [sys.executable, "-W", "error", "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, timeout=20, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
