@@ -84,7 +84,8 @@ def test_of_two_services_on_one_port_one_is_told_so() -> None:
 
 
 def test_sigterm_under_load_finishes_what_was_accepted() -> None:
-    service = RunningService(["--model", MODEL, "--tp", "2"]).wait_ready()
+    patient = {"TPVISION_LIMITS__MAX_QUEUE_S": "600"}  # on a busy machine eight of these wait over a minute
+    service = RunningService(["--model", MODEL, "--tp", "2"], patient).wait_ready()
     with concurrent.futures.ThreadPoolExecutor(8) as pool, httpx.Client(base_url=service.url) as other:
         answers = [pool.submit(service.encode, LARGE) for _ in range(8)]
         wait_until(lambda: other.get("/v1/capacity").json()["requests"]["accepted"] == 8)
