@@ -94,7 +94,7 @@ def test_ranks_of_torchrun_agree_with_gloo(world_size: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["alike"] * world_size
+    assert done.stdout.count("alike") == world_size  # their lines may run into each other
 
 
 def test_other_machines_do_not_keep_stores_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
