@@ -55,4 +55,6 @@ def _obstacle(name: str, started: Settings, wanted: Settings) -> str | None:
 def _shown(value: object) -> str:
     if value is None or value == ():
         return "unset"
+    if isinstance(value, float):
+        return f"{value:g}"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -51,8 +51,8 @@ def test_graphed_tiers_give_the_eager_tokens(start_service: Any, world_size: int
 def test_a_top_tier_that_the_gpu_has_no_room_for_ends_the_start() -> None:
     free_bytes, _ = torch.cuda.mem_get_info()
     ballast = torch.empty(free_bytes - 2 * 2**30, dtype=torch.uint8, device="cuda")
-    arguments = ["--model", str(GOLDEN / "tiny-k3-bf16"), "--device", "cuda", "--capacities", "64,1000000"]
-    service = RunningService(arguments, {"TPVISION_CAPACITY__SLAB_PATCHES": "1000000"})
+    arguments = ["--model", str(GOLDEN / "tiny-k3-bf16"), "--device", "cuda", "--capacities", "64,4000000"]
+    service = RunningService(arguments, {"TPVISION_CAPACITY__SLAB_PATCHES": "4000000"})
     try:
         assert service.process.wait(120) == 1
     finally:

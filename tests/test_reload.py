@@ -253,7 +253,7 @@ def test_what_needs_a_restart_is_named_and_the_rest_is_taken_over(reloading: Rel
     )
     assert "not reloaded: capacity.slab_patches stays unset: 8192 needs a restart" in text
     assert "not reloaded: image.orientation stays apply: ignore needs a restart" in text
-    assert "not reloaded: limits.batch_timeout_s stays 600.0: 5000.0 needs a restart" in text
+    assert "not reloaded: limits.batch_timeout_s stays 600: 5000 needs a restart" in text
     assert "settings reloaded: capacity.allow_override" in lines[-1]
     after = reloading.capacity
     assert after.pop("allow_override") == "none"
