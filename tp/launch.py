@@ -14,7 +14,6 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv.pop(1)))
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to a whole container, it is for the front-end; ranks inherit it
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     from torch.distributed.run import main
 
-    main(sys.argv[1:])
+    main(["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT", *sys.argv[1:]])
