@@ -64,7 +64,7 @@ class Listening:
             client = ControlClient.connect(self.path, timeout_s=5)
             try:
                 welcome, descriptor = client.greet(said)
-            except BaseException:
+            except BaseException:  # whatever it is, and the test fails by it; only the socket is closed first
                 client.close()
                 raise
             assert (welcome.slab_patches, welcome.slab_bytes) == (LAYOUT.num_patches, LAYOUT.total_bytes)
