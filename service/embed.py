@@ -10,7 +10,9 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,9 +112,11 @@ async def embed(job: Job, sources: Sources, url: str, **client_options: Any) -> 
             raise EmbedStopped(str(error)) from error
         shape = Shape(model.id, "float32" if job.pooled else model.dtype, model.dimensions)
         with Journal(job.journal_path, _describe(job, shape)) as journal:
-            num_before = await _encode_all(job, sources, client, journal)
-            errors = [entry for entry in journal.entries() if entry.is_error]
-            paths = await asyncio.to_thread(write_output, journal, shape, job.out, shard_bytes=job.shard_bytes)
+            with ThreadPoolExecutor(1) as disk:  # its thread has ended before the journal is closed
+                num_before = await _encode_all(job, sources, client, journal, disk)
+                errors = [entry for entry in journal.entries() if entry.is_error]
+                write = partial(write_output, journal, shape, job.out, shard_bytes=job.shard_bytes)
+                paths = await asyncio.get_running_loop().run_in_executor(disk, write)
             journal.remove()
     return Tally(sources.num_images, num_before, time.monotonic() - started, paths, errors)
 
@@ -140,8 +144,9 @@ def _describe(job: Job, shape: Shape) -> dict[str, Any]:
     return {**asked, **asdict(shape), "pooled": job.pooled, "normalize": job.normalize}
 
 
-async def _encode_all(job: Job, sources: Sources, client: AsyncClient, journal: Journal) -> int:
+async def _encode_all(job: Job, sources: Sources, client: AsyncClient, journal: Journal, disk: Executor) -> int:
     """Finish every image that the journal does not have as it is now; how many it had."""
+    loop = asyncio.get_running_loop()
     before = journal.versions()
     slots = asyncio.Semaphore(job.concurrency)
     num_before = 0
@@ -151,7 +156,7 @@ async def _encode_all(job: Job, sources: Sources, client: AsyncClient, journal: 
         async def finish(source: Source) -> None:
             try:
                 entry, data = await _encode(job, source, client)
-                await asyncio.to_thread(journal.add, entry, data)
+                await loop.run_in_executor(disk, journal.add, entry, data)
                 shown.advance(failed=entry.is_error)
             finally:
                 slots.release()

@@ -6,7 +6,6 @@ is written from it at the end (`service.embed_output`), in the order of names, w
 
 import json
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +42,11 @@ class Entry:
 
 
 class Journal:
-    """Open for one process at a time; its methods may be called from any thread."""
+    """Open for one process at a time, and for any thread, one at a time: closing it under another one is a crash."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
         """Open or make it for a run that `run` describes. Raises JournalError when it has begun as another one."""
         self.path = path
-        self._lock = threading.Lock()
         self._database = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
         try:
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -69,20 +67,17 @@ class Journal:
         """An image is finished; one of the same name is replaced. Raises JournalError."""
         values = (entry.name, entry.version, entry.sha256, json.dumps(entry.about), entry.num_rows, data)
         try:
-            with self._lock:
-                self._database.execute("INSERT OR REPLACE INTO image VALUES (?, ?, ?, ?, ?, ?)", values)
+            self._database.execute("INSERT OR REPLACE INTO image VALUES (?, ?, ?, ?, ?, ?)", values)
         except sqlite3.Error as error:
             raise JournalError(f"{self.path} cannot be written: {error}") from error
 
     def versions(self) -> dict[str, str]:
         """The version of every finished image, by name."""
-        with self._lock:
-            return dict(self._database.execute("SELECT name, version FROM image"))
+        return dict(self._database.execute("SELECT name, version FROM image"))
 
     def forget(self, names: Iterable[str]) -> None:
         """Images that are not wanted any more."""
-        with self._lock:
-            self._database.executemany("DELETE FROM image WHERE name = ?", ((name,) for name in names))
+        self._database.executemany("DELETE FROM image WHERE name = ?", ((name,) for name in names))
 
     def entries(self, after: str = "", limit: int = -1) -> Iterator[Entry]:
         """Finished images whose names follow `after`, in the order of names; -1: all of them."""
@@ -93,8 +88,7 @@ class Journal:
 
     def data(self, name: str) -> bytes:
         """One image's vectors."""
-        with self._lock:
-            return self._database.execute("SELECT data FROM image WHERE name = ?", (name,)).fetchone()[0]  # type: ignore[no-any-return]
+        return self._database.execute("SELECT data FROM image WHERE name = ?", (name,)).fetchone()[0]  # type: ignore[no-any-return]
 
     def remove(self) -> None:
         """Delete it: the output is written."""

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from running import GOLDEN, ROOT, RunningService, images_of, wait_until
+from running import GOLDEN, ROOT, RunningService, images_of, ranks_of, wait_until
 
 from service import errors
 from service.client import (
@@ -43,11 +45,11 @@ KEY = "only-for-this-test"
 
 @pytest.fixture(scope="module")
 def keyed(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> RunningService:
-    """With a key, a short queue, and EXIF orientation applied."""
+    """With a key, and room for four pictures of 256 patches at once."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
-    environ = {"TPVISION_SERVER__API_KEYS_FILE": str(keys), "TPVISION_LIMITS__MAX_QUEUE_S": "0.2"}
-    service: RunningService = start_service("--model", str(GOLDEN / "tiny-k3-f32"), **environ)
+    options = ("--model", str(GOLDEN / "tiny-k3-f32"), "--capacities", "256")
+    service: RunningService = start_service(*options, TPVISION_SERVER__API_KEYS_FILE=str(keys))
     return service
 
 
@@ -469,8 +471,13 @@ def test_nobody_there_is_unreachable() -> None:
 
 def test_an_overloaded_service_answers_everybody_in_the_end(keyed: RunningService) -> None:
     pictures = itertools.repeat(np.zeros((224, 224), np.uint8), 12)
-    with Client(keyed.url, api_key=KEY, trust_env=False) as client:
-        client.encode(GOOD)  # now it knows how fast it is
-        outcomes = list(client.encode_batch(pictures, concurrency=12, pooled=True))
-    assert [type(outcome) for outcome in outcomes] == [Embedding] * 12
-    assert any("overloaded" in line for line in keyed.log)
+    with Client(keyed.url, api_key=KEY, trust_env=False) as client, ThreadPoolExecutor(1) as threads:
+        for pid in ranks_of(keyed):
+            os.kill(pid, signal.SIGSTOP)
+        outcomes = threads.submit(lambda: list(client.encode_batch(pictures, concurrency=12, pooled=True)))
+        try:
+            wait_until(lambda: any("overloaded" in line for line in keyed.log))
+        finally:
+            for pid in ranks_of(keyed):
+                os.kill(pid, signal.SIGCONT)
+        assert [type(outcome) for outcome in outcomes.result()] == [Embedding] * 12

@@ -1,5 +1,6 @@
 """`tpvision embed` as a person runs it, through real services: what it writes, and that it goes on where it ended."""
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -10,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from PIL import Image
 from running import ROOT, RunningService, descendants, is_alive, wait_until
 
 from service.client import Client
+from service.embed import EmbedStopped, Job
+from service.embed import embed as run_embed
 from service.embed_journal import Entry, Journal, JournalError
 from service.embed_output import Shape, shards_of, write_output
 from service.embed_sources import SourceError, find_sources
@@ -227,6 +231,23 @@ def test_an_option_that_the_service_does_not_allow_ends_the_run(work: Path, tiny
     ended = embed(work, "photos", "--out", "v.safetensors", "--url", tiny_k3.url, "--oversize", "downscale")
     assert ended.returncode == 1
     assert "oversize" in ended.stderr
+
+
+def test_what_is_finished_when_the_service_will_not_go_on_is_kept(
+    work: Path, tiny_k3: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_slowly(journal: Journal, entry: Entry, data: bytes) -> None:
+        time.sleep(0.5)  # by now the other image has ended the run
+        add(journal, entry, data)
+
+    add = Journal.add
+    monkeypatch.setattr(Journal, "add", add_slowly)
+    job = Job(["photos/empty.jpg", "photos/a.png"], work / "v.safetensors", oversize="downscale")
+    monkeypatch.chdir(work)
+    with pytest.raises(EmbedStopped, match="oversize"):
+        asyncio.run(run_embed(job, find_sources(job.places, column=job.column), tiny_k3.url, trust_env=False))
+    with sqlite3.connect(job.journal_path) as journal:
+        assert journal.execute("SELECT name FROM image").fetchall() == [("photos/empty.jpg",)]
 
 
 RUN = {"model": "m"}
