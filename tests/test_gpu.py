@@ -8,6 +8,10 @@ import torch
 from running import GOLDEN, REFERENCE_IMAGES, RunningService
 from safetensors.torch import load, load_file
 
+from tp.rank import pin
+from tp.slab import Run, Slab, SlabLayout
+from tp.spec import read_spec
+
 pytestmark = pytest.mark.gpu
 
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -46,6 +50,17 @@ def test_graphed_tiers_give_the_eager_tokens(start_service: Any, world_size: int
         content = (GOLDEN / MANIFEST["images"][name]["file"]).read_bytes()
         expected, found = (load(service.encode(content).content)["embeddings"].float() for service in (eager, graphed))
         assert float((found - expected).norm() / expected.norm()) < 1e-2, name
+
+
+def test_the_slab_is_pinned() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    slab = Slab.create(SlabLayout.of(read_spec(GOLDEN / "tiny-k3-bf16"), num_patches=1024, itemsize=2))
+    try:
+        pin(slab, device)
+        assert torch.from_numpy(slab.pixels(Run(256, 64))).is_pinned()
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(slab.buffer.ctypes.data)
+        slab.close()
 
 
 def test_a_top_tier_that_the_gpu_has_no_room_for_ends_the_start() -> None:

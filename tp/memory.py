@@ -18,7 +18,7 @@ from tp.checkpoint import MLP_UNIT, shard_range
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 
 ROW_CHUNK = 2048  # patches that a layer's scratch is sized for, as large matrix products want no more
-NARROW_RUN = 128  # patches that an elementwise step takes at a time, so that its float32 copies stay in a core's cache
+NARROW_RUN = 128  # patches that an elementwise step on a CPU takes at a time: its float32 copies stay in a core's cache
 QUERY_RUN = 512  # queries whose scores attention on a CPU holds at a time
 
 Factor = tuple[int, str]  # a count and what it counts
@@ -225,7 +225,7 @@ class _Sizes:
         return (*self.held, *self._normed(self.patches, self.hidden, self.all_qkv))
 
     def rotate(self) -> Rows:
-        run = (min(self.patches[0], NARROW_RUN), "patches at a time")
+        run = (min(self.patches[0], NARROW_RUN), "patches at a time") if self.on_cpu else self.patches
         turns = _row("turns of a run, scaled", run, (self.spec.head_dim // 2, "pairs"), (8, "B"))
         turned = _row("q or k of a run in float32", run, (self.width, "channels"), (4, "B"))
         return (*self.held, self.all_qkv, turns, *((turned,) if self.is_half else ()))

@@ -198,18 +198,18 @@ class Runner:
 
     def _pack(self, pixels: Sequence[Bytes]) -> Tensor:
         """All rows in one uint8 [N, 588] on the device."""
-        packed = torch.empty(sum(map(len, pixels)), self.spec.patch_bytes, dtype=torch.uint8)
-        np.concatenate(pixels, out=packed.numpy())
-        return packed.to(self._group.device)
+        device, sizes = self._group.device, [len(part) for part in pixels]
+        packed = torch.empty(sum(sizes), self.spec.patch_bytes, dtype=torch.uint8, device=device)
+        for rows, part in zip(torch.split(packed, sizes), pixels, strict=True):
+            rows.copy_(torch.from_numpy(np.require(part, requirements="W")), non_blocking=True)
+        return packed
 
     def _write(self, tokens: Tensor, grids: Sequence[Grid], outputs: Sequence[Bytes]) -> tuple[int, ...]:
-        non_finite = []
         parts = torch.split(tokens, [grid.num_tokens for grid in grids])
-        for index, (part, output) in enumerate(zip(parts, outputs, strict=True)):
-            torch.from_numpy(output).view(part.dtype).copy_(part)
-            if not _is_finite(part):
-                non_finite.append(index)
-        return tuple(non_finite)
+        for part, output in zip(parts, outputs, strict=True):
+            torch.from_numpy(output).view(part.dtype).copy_(part, non_blocking=True)
+        finite = torch.stack([_is_finite(part) for part in parts]).tolist()  # waits, once, for all of it
+        return tuple(index for index, is_finite in enumerate(finite) if not is_finite)
 
     def _synchronize(self) -> None:
         if self._group.device.type == "cuda":
@@ -225,6 +225,6 @@ def _check_array(what: str, array: Bytes, shape: tuple[int, int]) -> None:
         raise BatchError(f"{what} must be contiguous uint8 {shape}, not {array.dtype} {array.shape}")
 
 
-def _is_finite(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> Tensor:
     """Without a mask as large as x: a NaN or an infinity shows in the least or the largest value."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+    return torch.isfinite(torch.stack(torch.aminmax(x))).all()

@@ -94,8 +94,8 @@ class Slab:
         self.fd = fd
         self.layout = layout
         self._map = mmap.mmap(fd, layout.total_bytes)
-        buffer = np.frombuffer(self._map, dtype=np.uint8)
-        pixels, tokens = buffer[: layout.pixel_bytes], buffer[layout.token_offset :]
+        self.buffer = np.frombuffer(self._map, dtype=np.uint8)  # all of it
+        pixels, tokens = self.buffer[: layout.pixel_bytes], self.buffer[layout.token_offset :]
         self._pixels = pixels.reshape(layout.num_patches, layout.patch_bytes)
         self._tokens = tokens.reshape(layout.num_tokens, layout.token_bytes)
 

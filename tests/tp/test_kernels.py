@@ -1,4 +1,4 @@
-"""The CPU's own kernels against stock torch and against float64, and what happens where they do not work."""
+"""Kernels other than stock torch's against stock torch and against float64, and what happens where they do not work."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tp.attention import Sequences
-from tp.kernels import STOCK, Gelu, Kernels, OneDNNKernels, choose_kernels
+from tp.kernels import STOCK, FusedGeluKernels, Gelu, Kernels, OneDNNKernels, choose_kernels
 from tp.memory import QUERY_RUN
 
 CPU = torch.device("cpu")
@@ -27,6 +27,23 @@ def test_linear_equals_float64(shape: tuple[int, int, int], has_bias: bool, gelu
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     expected = expected if gelu is None else F.gelu(expected, approximate=gelu)
     torch.testing.assert_close(ONEDNN.linear(x, weight, bias, gelu=gelu), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 588, 96), (2, 5, 64, 32)])
+def test_the_fused_gelu_equals_float64(shape: tuple[int, ...], has_bias: bool, device: str) -> None:
+    *rows, wide, out = shape
+    x, weight = randn(*rows, wide), randn(out, wide, seed=2) / wide**0.5
+    bias = randn(out, seed=3) if has_bias else None
+    expected = F.gelu(
+        F.linear(x.double(), weight.double(), None if bias is None else bias.double()), approximate="tanh"
+    )
+    found = FusedGeluKernels().linear(
+        x.to(device), weight.to(device), None if bias is None else bias.to(device), gelu="tanh"
+    )
+    tolerance = 1e-5 if device == "cuda" else 5e-4  # on a CPU the operator's GELU is the exact one
+    torch.testing.assert_close(found.cpu(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,6 +76,12 @@ def test_a_nan_stays_with_its_image() -> None:
 def test_chosen_where_it_works() -> None:
     assert isinstance(choose_kernels(CPU, torch.float32), OneDNNKernels)
     assert choose_kernels(CPU, torch.float64) is STOCK  # oneDNN has no such product
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_gelu_is_chosen_on_a_gpu(dtype: torch.dtype) -> None:
+    assert isinstance(choose_kernels(torch.device("cuda"), dtype), FusedGeluKernels)
 
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
