@@ -170,11 +170,12 @@ def _show(part: Part, arguments: argparse.Namespace) -> int:
     """Run a part, saying on standard error how far it is, and print its report."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started ends, folders are removed
     console = Console(stderr=True)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         try:
-            report = part(arguments, lambda step: status.update(step) if status is not None else None)
+            report = part(arguments, say if status is None else status.update)
         except BenchError as error:
-            console.print(f"tpvision: {error}", markup=False, highlight=False, soft_wrap=True)
+            say(f"tpvision: {error}")
             return _EXIT_FAILED
     if arguments.json:
         Console().print_json(data=report.as_dict())

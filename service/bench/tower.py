@@ -222,7 +222,7 @@ def bench_tower(
         for contender in entries:
             on_step(f"starting {contender.name}")
             entrants.append(stack.enter_context(_entered(contender)))
-        race = Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline)
+        race = Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline, on_step=on_step)
         for patches in batches:
             on_step(f"timing {label(patches)} patches")
             race.run(patches)
@@ -247,8 +247,10 @@ class Race:
         rounds: int,
         run_s: float,
         times_baseline: bool,
+        on_step: Callable[[str], None] = lambda step: None,
     ) -> None:
         self._spec = spec
+        self._on_step = on_step
         self._multiplier = entrants[0]  # one process with all threads
         self._entrants = entrants if times_baseline else entrants[1:]
         self._rounds = rounds
@@ -273,7 +275,10 @@ class Race:
                 undisturbed(partial(self._multiplier.multiply, patches[0], _PRODUCT_SHARE * self._run_s)).result
             )
             for entrant in entrants:
-                laps[entrant.contender.name].append(undisturbed(partial(entrant.lap, patches, flops, self._run_s)))
+                lap = undisturbed(partial(entrant.lap, patches, flops, self._run_s))
+                laps[entrant.contender.name].append(lap)
+                about = f"{lap.result.seconds:.3g} s, others {lap.others_share:.1%}, run {lap.num_runs} times"
+                self._on_step(f"{label(patches)} patches, {entrant.contender.name}: {about}")
         for entrant in entrants:
             result = _Result(entrant, patches, flops, laps[entrant.contender.name], products, is_long)
             entrant.rate = flops / result.seconds
