@@ -122,7 +122,7 @@ def test_a_running_service_is_loaded_by_its_url(tiny_k3: RunningService, tmp_pat
 def test_a_url_where_nobody_answers_ends_with_a_line() -> None:
     ended = bench("--url", "http://127.0.0.1:9", "--rate", "20")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("tpvision: http://127.0.0.1:9 does not answer")
+    assert ended.stderr.splitlines()[-1].startswith("tpvision: http://127.0.0.1:9 does not answer")
 
 
 def test_nothing_to_send_is_a_usage_error() -> None:
