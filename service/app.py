@@ -11,21 +11,21 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import errors
+from service.docs_page import add_docs_page
 from service.engine import Engine
 from service.fetch import Fetcher
 from service.keys import KeyRing
-from service.openapi import BEFORE_ROUTES, add_schemas, add_security, error_responses
+from service.openapi import BEFORE_ROUTES, error_responses, openapi_document
 from service.record import CLIENT_GONE, UNKNOWN_ROUTE, RequestRecord
 from service.reporter import Reporter
-from service.routes import GoneError, router
+from service.routes import GoneError, engine_of, router
 from service.version import installed_version
 from tp.settings import Settings
 
@@ -42,7 +42,8 @@ _NO_TELEMETRY: Any = {
 def create_probe_app(engine: Engine, reporter: Reporter) -> FastAPI:
     """Nothing but the probes and metrics, for a port of their own."""
     app = FastAPI(telemetry=_NO_TELEMETRY, title="tpvision probes", openapi_url=None, redirect_slashes=False)
-    _add_probes(app, engine)
+    app.state.engine = engine
+    _add_probes(app)
     _add_error_handlers(app)
     app.add_middleware(RequestScope, reporter=reporter)
     return app
@@ -50,21 +51,11 @@ def create_probe_app(engine: Engine, reporter: Reporter) -> FastAPI:
 
 def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAPI:
     """The application. Raises KeysError when the key file is set and cannot be used."""
-    app = FastAPI(
-        telemetry=_NO_TELEMETRY,
-        title="tpvision",
-        description="Images to the merged vision tokens of Moonshot's MoonViT encoders.",
-        version=installed_version(),
-        docs_url="/docs",
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    app = create_routes()
     app.state.engine = engine
     set_keys(app, read_keys(settings))
     app.state.fetcher = Fetcher(settings.urls) if settings.urls.fetch == "on" else None
     app.state.started_at = time.time()
-    app.include_router(router)
-    _add_probes(app, engine)
     _add_error_handlers(app)
     if settings.server.cors_origins:
         app.add_middleware(
@@ -75,7 +66,27 @@ def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAP
             expose_headers=["*"],
         )
     app.add_middleware(RequestScope, reporter=reporter)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def create_routes() -> FastAPI:
+    """Every route, with nothing behind it yet: enough for the OpenAPI document."""
+    app = FastAPI(
+        telemetry=_NO_TELEMETRY,
+        title="tpvision",
+        description="Images to the merged vision tokens of Moonshot's MoonViT encoders.",
+        version=installed_version(),
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(router)
+    _add_probes(app)
+    add_docs_page(app)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(app.openapi_schema)
+
     return app
 
 
@@ -87,7 +98,7 @@ def read_keys(settings: Settings) -> KeyRing | None:
 def set_keys(app: FastAPI, keys: KeyRing | None) -> None:
     """Let these be the keys in force."""
     app.state.keys = keys
-    app.openapi_schema = None  # it says whether keys are needed
+    app.openapi_schema = openapi_document(app, needs_keys=keys is not None)
 
 
 class RequestScope:
@@ -139,13 +150,11 @@ class RequestScope:
 
 
 def _route_of(scope: Scope) -> str:
-    """The path of the route that answered. FastAPI does not name the two of its own in the scope."""
-    own = (scope["app"].docs_url, scope["app"].openapi_url)
-    unnamed = scope["path"] if "endpoint" in scope and scope["path"] in own else UNKNOWN_ROUTE
-    return str(getattr(scope.get("route"), "path", unnamed))
+    """The path of the route that answered."""
+    return str(getattr(scope.get("route"), "path", UNKNOWN_ROUTE))
 
 
-def _add_probes(app: FastAPI, engine: Engine) -> None:
+def _add_probes(app: FastAPI) -> None:
     @app.head("/livez", include_in_schema=False)
     @app.get("/livez", responses=error_responses(*BEFORE_ROUTES))
     async def livez() -> dict[str, str]:
@@ -154,21 +163,22 @@ def _add_probes(app: FastAPI, engine: Engine) -> None:
 
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", responses=error_responses(*BEFORE_ROUTES, 503))
-    async def readyz() -> dict[str, str]:
+    async def readyz(request: Request) -> dict[str, str]:
         """Ready: at least one group is loaded and warm, and the service is not draining."""
+        engine = engine_of(request)
         engine.check_serving()
         return {"status": engine.state}
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=error_responses(*BEFORE_ROUTES, 503))
-    async def health() -> dict[str, str]:
+    async def health(request: Request) -> dict[str, str]:
         """The same as /readyz, where load balancers look for it."""
-        return await readyz()
+        return await readyz(request)
 
     @app.get("/metrics", responses=error_responses(*BEFORE_ROUTES), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """For Prometheus, in its text format or OpenMetrics, as Accept asks."""
-        content, content_type = engine.metrics.expose(request.headers.get("accept", ""))
+        content, content_type = engine_of(request).metrics.expose(request.headers.get("accept", ""))
         return Response(content, media_type=content_type)
 
 
@@ -213,12 +223,3 @@ def _answer_error(record: RequestRecord, error: errors.ServiceError, headers: di
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(orjson.dumps(error.as_dict()), error.status, headers, "application/json")
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        app.openapi_schema = add_schemas(document)
-        if app.state.keys is not None:
-            add_security(app.openapi_schema)
-    return app.openapi_schema

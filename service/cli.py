@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import uvloop
 from rich.console import Console
 
+from service.app import create_routes
 from service.bench.command import add_bench
 from service.check import check_model
 from service.check import render as render_check
@@ -32,6 +33,7 @@ from service.file_progress import shown
 from service.host_memory import available
 from service.keys import KeysError
 from service.logs import start_logging
+from service.openapi import openapi_document
 from service.plan import plan_capacity, render
 from service.reference import ReferenceFileError
 from service.server import EXIT_FAILED, ServeError, serve
@@ -261,6 +263,13 @@ def run_config_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_openapi(arguments: argparse.Namespace) -> int:
+    """`tpvision openapi`: the OpenAPI document on stdout, as a service under these settings has it."""
+    settings = _load(arguments).settings
+    _print_json(openapi_document(create_routes(), needs_keys=settings.server.api_keys_file is not None))
+    return 0
+
+
 def read_checked_spec(settings: Settings) -> EncoderSpec:
     """The spec of the configured checkpoint. Raises SettingsError or SpecError before anything is started."""
     spec = read_spec(find_model(settings))
@@ -407,6 +416,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="COMMAND"
     )
     _add(config, "show", run_config_show, shared)
+    _add(commands, "openapi", run_openapi, shared)
     return parser
 
 

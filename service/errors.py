@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 class ServiceError(Exception):
     """Base of the tree. `param` names the field or image at fault, `retry_after_s` becomes the Retry-After header."""
 
-    status: ClassVar[int] = 500
-    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int]
+    code: ClassVar[str]
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class UnsupportedImage(ServiceError):
 
 
 class Unprocessable(ServiceError):
-    """Base of what is well-formed and still cannot be answered."""
+    """Base of what is well-formed and still cannot be answered; it has no code, because it is never the answer."""
 
-    status, code = 422, "unprocessable"
+    status = 422
 
 
 class UndecodableImage(Unprocessable):
@@ -193,6 +193,8 @@ class HeadersTooLarge(ServiceError):
 class InternalError(ServiceError):
     """Our own fault."""
 
+    status, code = 500, "internal_error"
+
 
 class NonFiniteOutput(InternalError):
     """The embedding of this image holds NaN or infinity."""
@@ -228,7 +230,9 @@ def _subclasses(base: type[ServiceError]) -> list[type[ServiceError]]:
     return [base, *(found for child in base.__subclasses__() for found in _subclasses(child))]
 
 
-BY_CODE: dict[str, type[ServiceError]] = {cls.code: cls for cls in _subclasses(ServiceError) if cls is not ServiceError}
+BY_CODE: dict[str, type[ServiceError]] = {
+    cls.code: cls for cls in _subclasses(ServiceError) if cls is not ServiceError and "code" in vars(cls)
+}
 
 
 def read_error(body: Any, *, retry_after_s: float | None = None) -> ServiceError | None:

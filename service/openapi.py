@@ -2,11 +2,16 @@
 
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from service import openapi_examples as examples
 from service import schemas
 from service.errors import BY_CODE
-from service.unpack import EXAMPLE_IMAGE, EmbeddingsBody, EncodeBody
+from service.unpack import EmbeddingsBody, EncodeBody
+
+Content = dict[str, Any]
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -16,76 +21,121 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         if not statuses or status in statuses:
             codes = sorted(code for code, error in BY_CODE.items() if error.status == status)
             responses[status] = {
-                "model": schemas.ErrorAnswer,
                 "description": " or ".join(f"`{code}`" for code in codes),
+                "content": {
+                    "application/json": _json(
+                        schemas.ErrorAnswer, {code: _reference("examples", code) for code in codes}
+                    )
+                },
             }
+            if status in (429, 503):
+                responses[status]["headers"] = {
+                    "retry-after": {"schema": {"type": "integer"}, "description": "Seconds."}
+                }
     return responses
 
 
 # What any route may answer before the application sees the request: see service.protocol.
 BEFORE_ROUTES = (400, 408, 431)
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+def _reference(kind: str, name: str) -> Content:
+    return {"$ref": f"#/components/{kind}/{name}"}
 
 
-def _reference(model: type) -> dict[str, Any]:
-    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+def _json(model: type, of_it: Content) -> Content:
+    return {"schema": _reference("schemas", model.__name__), "examples": of_it}
 
 
-ENCODE_OPENAPI: dict[str, Any] = {
+_BINARY: Content = {"schema": {"type": "string", "format": "binary"}}
+_RAW: Content = {**_BINARY, "examples": examples.RAW_REQUESTS}
+_HEADER_HELP = {
+    "metadata": "With application/octet-stream: vLLM's description of the bytes.",
+    "x-tpvision-images": "With application/octet-stream and application/x-npy: the `images` of the JSON answer.",
+    "server-timing": "Milliseconds of each stage.",
+}
+
+ENCODE_OPENAPI: Content = {
     "requestBody": {
         "required": True,
         "content": {
-            "image/*": _BINARY,
-            "application/octet-stream": _BINARY,
-            "application/json": {**_reference(EncodeBody), "example": {"images": [EXAMPLE_IMAGE]}},
+            "image/*": _RAW,
+            "application/octet-stream": _RAW,
+            "application/json": _json(EncodeBody, examples.ENCODE_REQUESTS),
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
                     "properties": {"file": {"type": "array", "items": {"type": "string", "format": "binary"}}},
-                }
+                },
+                "examples": examples.MULTIPART_REQUESTS,
             },
         },
     },
     "responses": {
         "200": {
-            "description": "The embeddings, in the form that Accept picked.",
+            "description": "The embeddings, in the form that Accept picked. application/vnd.safetensors: tensors "
+            "`embeddings` and `grid_thw`, and in the metadata `images` as JSON. application/octet-stream: the values "
+            "alone, little-endian, image after image. application/x-npy: one image's array.",
+            "headers": {
+                name: {"schema": {"type": "string"}, "description": text, "example": examples.HEADERS[name]}
+                for name, text in _HEADER_HELP.items()
+            },
             "content": {
-                form: (_reference(schemas.EncodeAnswer) if form.endswith("json") else _BINARY) for form in schemas.FORMS
+                form: _json(schemas.EncodeAnswer, examples.ENCODE_ANSWERS) if form.endswith("json") else _BINARY
+                for form in schemas.FORMS
             },
         }
     },
 }
 
-EMBEDDINGS_OPENAPI: dict[str, Any] = {
+EMBEDDINGS_OPENAPI: Content = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {**_reference(EmbeddingsBody), "example": {"input": EXAMPLE_IMAGE}}},
+        "content": {"application/json": _json(EmbeddingsBody, examples.EMBEDDINGS_REQUESTS)},
     },
     "responses": {
         "200": {
             "description": "OpenAI's list of embeddings.",
-            "content": {"application/json": _reference(schemas.EmbeddingsAnswer)},
+            "content": {"application/json": _json(schemas.EmbeddingsAnswer, examples.EMBEDDINGS_ANSWERS)},
         }
     },
 }
 
+MODELS_RESPONSE: dict[int | str, Content] = {
+    200: {"content": {"application/json": {"example": examples.MODELS_ANSWER}}}
+}
 
-def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the models that only `openapi_extra` refers to."""
-    models = (EncodeBody, EmbeddingsBody, schemas.EncodeAnswer, schemas.EmbeddingsAnswer)
-    _, definitions = models_json_schema(
-        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+
+def openapi_document(app: FastAPI, *, needs_keys: bool) -> dict[str, Any]:
+    """The document of the application's routes. Its server is the folder that it is in, whatever a proxy calls that."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        servers=[{"url": "."}],
     )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    _add_components(document)
+    if needs_keys:
+        _add_security(document)
     return document
 
 
-def add_security(document: dict[str, Any]) -> dict[str, Any]:
-    """The document of a service with keys: everything below /v1 needs one."""
+def _add_components(document: dict[str, Any]) -> None:
+    """What only `openapi_extra` and error answers refer to."""
+    models = (EncodeBody, EmbeddingsBody, schemas.EncodeAnswer, schemas.EmbeddingsAnswer, schemas.ErrorAnswer)
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    components["examples"] = {code: {"value": body} for code, body in examples.ERRORS.items()}
+
+
+def _add_security(document: dict[str, Any]) -> None:
+    """Everything below /v1 needs a key."""
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in document["paths"].items():
         if path.startswith("/v1/"):
             for operation in methods.values():
                 operation["security"] = [{"key": []}]
-    return document

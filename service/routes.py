@@ -20,7 +20,7 @@ from service.errors import InvalidRequest, ModelNotFound, Unauthorized
 from service.fetch import Fetcher
 from service.geometry import ImagePlan, effective_policy
 from service.keys import KeyRing
-from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, error_responses
+from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, MODELS_RESPONSE, error_responses
 from service.record import RequestRecord
 from service.tokens import TokenOptions
 from tp.settings import Settings
@@ -178,7 +178,7 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
     )
 
 
-@router.get("/models", responses=error_responses(*BEFORE_ROUTES, 401, 429))
+@router.get("/models", responses=MODELS_RESPONSE | error_responses(*BEFORE_ROUTES, 401, 429))
 async def models(request: Request) -> dict[str, Any]:
     """The one model served, in OpenAI's shape."""
     engine = engine_of(request)
