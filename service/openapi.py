@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of bodies and errors that FastAPI cannot read off the handlers."""
+"""The OpenAPI document: what FastAPI reads off the handlers, and of bodies and errors what it cannot."""
 
 from typing import Any
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from make_photograph import PHOTOGRAPH
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from tables import write_tables
 
 from service.geometry import Fit, ImagePlan, plan_image
 from service.image import write_patches
@@ -28,7 +29,7 @@ TIERS = (1024, 4096, 16384, 65536)
 DPI = 300
 SHEET = (2480, 3508)  # A4
 POINTS = (6, 8, 10, 12, 18)
-CROP = (150, 1420, 1010, 1820)  # of the sheet: the lines of text
+CROPS = ((150, 1420, 850, 1790), (1130, 500, 1500, 870))  # of the sheet: its lines of text, a part of its photograph
 PICTURES = (  # what people send, and its size in pixels
     ("screenshot, 1080p", (1920, 1080)),
     ("screenshot, 4K", (3840, 2160)),
@@ -93,13 +94,22 @@ def put_together(rows: npt.NDArray[np.uint8], fit: Fit) -> npt.NDArray[np.uint8]
 
 
 def picture_of(tier: int) -> Image.Image:
-    """The lines of text under one top tier, magnified to the size that they have on the sheet, pixel by pixel."""
+    """Two parts of the sheet under one top tier, magnified to the size that they have on it, pixel by pixel."""
     plan = plan_under(SHEET, tier)
+    page = seen(plan).convert("L")
     scale = plan.encoded_size[0] / SHEET[0]
-    box = tuple(side * scale for side in CROP)
-    size = (CROP[2] - CROP[0], CROP[3] - CROP[1])
-    lines = seen(plan).convert("L").resize(size, Image.Resampling.NEAREST, box=box)
-    return lines.quantize(16)  # keeps the file small
+    parts = [
+        page.resize(
+            (right - left, bottom - top),
+            Image.Resampling.NEAREST,
+            box=(left * scale, top * scale, right * scale, bottom * scale),
+        )
+        for left, top, right, bottom in CROPS
+    ]
+    picture = Image.new("L", (sum(part.width for part in parts), parts[0].height))
+    picture.paste(parts[0], (0, 0))
+    picture.paste(parts[1], (parts[0].width, 0))
+    return picture.quantize(24)  # keeps the file small
 
 
 def tiers_table() -> str:
@@ -165,8 +175,6 @@ def picture_path(tier: int) -> Path:
 
 
 if __name__ == "__main__":
-    from test_readme import write_tables
-
     for each in TIERS:
         picture_of(each).save(picture_path(each), optimize=True)
     write_tables(PAGE, TABLES)

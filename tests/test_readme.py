@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from make_photograph import PHOTOGRAPH, acceptance_picture
 from running import ROOT, RunningService
+from tables import split_at_table, write_tables
 
 from service.demo_model import write_demo_model
 from service.metrics import Metrics
@@ -49,14 +50,6 @@ def metrics_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {"settings": settings_table, "metrics": metrics_table}
-
-
-def split_at_table(text: str, name: str) -> tuple[str, str, str]:
-    """What stands before, in and after a table of the README."""
-    start, end = f"<!-- {name}: checked by tests/test_readme.py -->\n", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(start)
-    table, _, after = rest.partition(end)
-    return before + start, table, end + after
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -115,6 +108,4 @@ def test_the_embed_line_and_the_python_run_as_they_stand(demo_service: RunningSe
 
 
 if __name__ == "__main__":
-    for name, make in TABLES.items():
-        before, _, after = split_at_table(README.read_text(), name)
-        README.write_text(before + make() + after)
+    write_tables(README, TABLES)
