@@ -6,6 +6,7 @@ embedded is recorded with its error; a service that is lost ends the run, and th
 
 import asyncio
 import hashlib
+import importlib.util
 import logging
 import sys
 import time
@@ -70,6 +71,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.out.suffix not in FORMATS:
             raise EmbedError(f"{self.out}: the name of the output ends in {' or '.join(FORMATS)}")
+        if self.out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+            raise EmbedError(f"{self.out} needs the package pyarrow: pip install 'tpvision[parquet]'")
         if not self.out.parent.is_dir():
             raise EmbedError(f"there is no folder {self.out.parent}")
         if not self.journal_path.exists() and (found := shards_of(self.out)):

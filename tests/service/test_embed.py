@@ -227,6 +227,20 @@ def test_what_cannot_work_is_told(work: Path, arguments: Sequence[str], status: 
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments", [("photos", "--out", "vectors.parquet"), ("table.parquet", "--out", "vectors.safetensors")]
+)
+def test_parquet_without_its_package_is_told_before_any_image_is_sent(
+    work: Path, here: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]
+) -> None:
+    (work / "table.parquet").touch()
+    monkeypatch.chdir(work)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    ended = here("embed", *arguments, "--url", "http://127.0.0.1:9")
+    assert ended.returncode == 2
+    assert "tpvision[parquet]" in ended.stderr
+
+
 def test_an_option_that_the_service_does_not_allow_ends_the_run(work: Path, tiny_k3: RunningService) -> None:
     ended = embed(work, "photos", "--out", "v.safetensors", "--url", tiny_k3.url, "--oversize", "downscale")
     assert ended.returncode == 1
