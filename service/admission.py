@@ -181,18 +181,13 @@ class Admission:
     @contextlib.contextmanager
     def admit(self, sizes: Sequence[int], *, cost: float) -> Iterator[Permit]:
         """Rows for images of these patch counts until the block ends. Raises RequestTooLarge or Overloaded."""
-        total = sum(sizes)
-        if total > self.allocator.num_patches:
-            raise RequestTooLarge(
-                f"the request's images have {total} patches in all, but only {self.allocator.num_patches} fit at once",
-                numbers={"patches": total, "limit": self.allocator.num_patches},
-            )
+        self.check_size(sizes)
         self._note_offer(cost)
         if self.expected_wait_s() > self.limits.max_queue_s:
             raise self._overloaded(f"the queue is longer than {self.limits.max_queue_s:g} s", cost)
         runs = self.allocator.allocate(sizes)
         if runs is None:
-            raise self._overloaded(f"{total} patches do not fit beside what is in flight", cost)
+            raise self._overloaded(f"{sum(sizes)} patches do not fit beside what is in flight", cost)
         if self._num_admitted == 0:
             self._drained_until = self._clock()  # there was nothing to do until now
         permit = Permit([Rows(run, self.allocator) for run in runs])
@@ -205,6 +200,15 @@ class Admission:
             self.queued_cost = self.queued_cost - cost if self._num_admitted else 0.0  # floats may leave a rest
             for rows in permit.rows:
                 rows.release()
+
+    def check_size(self, sizes: Sequence[int]) -> None:
+        """Raise RequestTooLarge for images that an empty slab could not hold together."""
+        total = sum(sizes)
+        if total > self.allocator.num_patches:
+            raise RequestTooLarge(
+                f"the request's images have {total} patches in all, but only {self.allocator.num_patches} fit at once",
+                numbers={"patches": total, "limit": self.allocator.num_patches},
+            )
 
     def check_bytes(self, num_bytes: int) -> None:
         """Raise Overloaded if that many more bytes do not fit."""

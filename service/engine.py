@@ -1,6 +1,7 @@
 """The story of one image (`encode`) and of one batch (`dispatch`), and the life of everything they need.
 
     encode:   header -> geometry -> admission -> pixels into the slab -> queue -> tokens out of the slab
+              (or, where the content cache is on: tokens that it has, or that others compute, and the rest as above)
     dispatch: queue -> batch -> every rank of a group -> settle, or bury the group and give the batch back
 
 The engine owns the slab, the decode processes and the worker groups.
@@ -20,6 +21,8 @@ import numpy as np
 from service.admission import Admission, Permit, Rows
 from service.batcher import MAX_LOSSES, Batcher, Entry, PackedBatch
 from service.body import Body, ImageBytes, Item, VideoChunk
+from service.cache import ContentCache, ItemError, ItemTokens
+from service.content_keys import Key, content_key, digest
 from service.decoders import DecoderPool, UnpackedBody
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceError, WorkersLost
 from service.geometry import ImagePlan, plan_image
@@ -34,6 +37,7 @@ from service.tier_times import BatchTime, TierTimes
 from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import GroupLost, WorkerGroup
 from service.unpack import Route
+from service.version import installed_version
 from service.waiting import first_of
 from tp import wire
 from tp.settings import LimitSettings, Settings
@@ -44,6 +48,7 @@ log = logging.getLogger("tpvision.engine")
 
 Result = TypeVar("Result")
 State = Literal["loading", "ready", "draining", "failed"]
+_Place = tuple[int, str]  # an item of a request, by its index, and what names a part of it: "" or ".frames[1]"
 
 _BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
 _ABANDON_TIMEOUT_S = 2.0  # a decode that goes on for longer is ended with its process
@@ -103,6 +108,7 @@ class Engine:
         self.dtype = settings.compute_dtype(spec)
         self.layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[self.dtype])
         self.admission = Admission(settings.slab_patches, settings.limits)
+        self.cache = ContentCache(settings.cache.max_bytes)
         self.counts = RequestCounts()
         self.metrics = Metrics(settings, model=self.model_name, dtype=self.dtype, read_state=self._read_state)
         self.ready = asyncio.Event()  # a group was ready at least once
@@ -161,11 +167,30 @@ class Engine:
         finally:
             self._taking.discard(until_stop)
 
-    async def encode(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> Encoded:
+    async def content_keys(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> list[Key]:
+        """Digests of all that the tokens of each image, or its refusal, depend on: its bytes, the model, the settings.
+
+        Call it while requests are taken: ranks have told by then which weights they hold.
+        """
+        context = digest(
+            *(installed_version(), asdict(self.spec), self._groups.weights_fingerprint, self.dtype),
+            *(self.settings.model.rms_norm_eps, self.settings.image.orientation, self.settings.image.gray16),
+            *(options.settings.capacity.patch_capacities, options.policy, options.settings.limits.max_image_pixels),
+        )
+        with record.stage("receive"):
+            return await asyncio.to_thread(lambda: [content_key(item, context) for item in images])
+
+    async def encode(
+        self,
+        images: Sequence[Item],
+        options: EncodeOptions,
+        record: RequestRecord,
+        keys: Sequence[Key] | None = None,
+    ) -> Encoded:
         """Merged tokens of the images, all or nothing. Raises a ServiceError; `param` names the first bad image.
 
         A video chunk takes the place of an image, with one run of tokens for all of its frames. What becomes of the
-        images, and when, is noted in the record.
+        images, and when, is noted in the record. `keys` are their `content_keys`, where those are known already.
         """
         self.check_serving()
         record.policy = options.policy
@@ -176,9 +201,14 @@ class Engine:
         with self._active(task):  # from here on it is accepted, and gets exactly one answer
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._encode(images, options, record, entries)
+                    if options.settings.cache.max_bytes:
+                        return await self._encode_cached(images, options, record, entries, keys)
+                    async with self._computed(images, options, record, entries) as tokens:
+                        return await self._answer(tokens, options, record)
+            except ItemError as failed:
+                raise failed.named(options.param) from None
             except TimeoutError:
-                raise _too_late(entries, limit_s) from None
+                raise self._too_late(entries, limit_s) from None
             except asyncio.CancelledError:
                 if self._is_abandoning:
                     raise _stopping() from None
@@ -187,25 +217,66 @@ class Engine:
                 for entry in entries:
                     entry.future.cancel()  # whoever is not answered by now is not wanted any more
 
-    async def _encode(
-        self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord, entries: list[Entry]
+    async def _encode_cached(
+        self,
+        images: Sequence[Item],
+        options: EncodeOptions,
+        record: RequestRecord,
+        entries: list[Entry],
+        keys: Sequence[Key] | None,
     ) -> Encoded:
+        async def compute(indexes: Sequence[int]) -> list[ItemTokens]:
+            async with self._computed([images[index] for index in indexes], options, record, entries) as tokens:
+                with record.stage("copy"):
+                    return await asyncio.to_thread(lambda: [item.copy() for item in tokens])
+
+        keys = keys or await self.content_keys(images, options, record)
+        found = await self.cache.resolve(keys, compute, waiting=lambda: record.stage("coalesce"))
+        record.num_cached, record.num_coalesced = found.num_cached, found.num_coalesced
+        record.plans = [item.plan for item in found.tokens]
+        self._check(record.plans, options)  # all together, as if all had been computed for this request
+        return await self._answer(found.tokens, options, record, is_shared=True)
+
+    @contextlib.asynccontextmanager
+    async def _computed(
+        self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord, entries: list[Entry]
+    ) -> AsyncIterator[Sequence[ItemTokens]]:
+        """The tokens of these images, in rows of the slab that are held as long as the block. Raises ItemError."""
         with record.stage("header"):
             plans = record.plans = await self._plan(images, options, record)
+        self._check(plans, options)
         with self.admission.admit([plan.patches for plan in plans], cost=self._cost(plans)) as permit:
             record.is_admitted = True
             with record.stage("decode"):
                 preprocess_s = await self._write_patches(images, plans, permit, options)
             record.end_with("preprocess", preprocess_s, of="decode")
-            entries += self._make_entries(plans, permit)
-            self._batcher.submit(entries)
-            times = await _in_order({f"{options.param}[{i}]": entry.future for i, entry in enumerate(entries)})
+            submitted = self._make_entries(plans, permit)
+            entries += submitted
+            self._batcher.submit(submitted)
+            times = await _in_order({(index, ""): entry.future for index, entry in enumerate(submitted)})
             last = max(times, key=lambda each: each.settled_at)
             record.stages |= last.stages
             record.rank_0_forward = last.rank_0_forward
-            with record.stage("copy"):
-                embeddings = await self._read_tokens(plans, permit, options)
-        return Encoded(embeddings, plans)
+            yield [
+                ItemTokens(plan, self.slab.tokens(rows.run, plan.grid.num_tokens))
+                for plan, rows in zip(plans, permit.rows, strict=True)
+            ]
+
+    async def _answer(
+        self,
+        tokens: Sequence[ItemTokens],
+        options: EncodeOptions,
+        record: RequestRecord,
+        *,
+        is_shared: bool = False,
+    ) -> Encoded:
+        """`is_shared`: the tokens are the cache's, and stay as they are for as long as somebody holds them."""
+        views = [item.values for item in tokens]
+        with record.stage("copy"):
+            embeddings = await asyncio.to_thread(
+                read_tokens, views, self.dtype, options.tokens, options.param, is_shared=is_shared
+            )
+        return Encoded(embeddings, [item.plan for item in tokens])
 
     async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:
         """The images of a JSON body, read in a decode process; the caller closes the result."""
@@ -239,6 +310,7 @@ class Engine:
         self.settings = settings
         self.plan = self._make_plan()
         self.admission.limits = settings.limits
+        self.cache.resize(settings.cache.max_bytes)
         self._batcher.max_patches = settings.capacity.max_patches_per_image
         self._tier_times = self._tier_times.under(settings.capacity.patch_capacities)
         self.metrics.note_tiers(settings.capacity.patch_capacities)
@@ -333,32 +405,35 @@ class Engine:
 
     async def _plan(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> list[ImagePlan]:
         limits, capacities = options.settings.limits, options.settings.capacity.patch_capacities
-        files = {name: file for index, item in enumerate(images) for name, file in _files(item, options.param, index)}
-        reading = {name: self._decoders.read_header(file, limits) for name, file in files.items()}
+        files = {place: file for index, item in enumerate(images) for place, file in _files(item, index)}
+        reading = {place: self._decoders.read_header(file, limits) for place, file in files.items()}
         headers = iter(await _in_order(reading))
         plans = []
         for index, item in enumerate(images):
-            param = f"{options.param}[{index}]"
             num_frames = len(item.frames) if isinstance(item, VideoChunk) else None
-            size = _common_size([next(headers) for _ in range(num_frames or 1)], param)
-            record.sizes.append(size)
             try:
+                size = _common_size([next(headers) for _ in range(num_frames or 1)])
+                record.sizes.append(size)
                 plan = plan_image(*size, self.spec.processor, capacities, options.policy, num_frames=num_frames)
             except ServiceError as error:
-                raise error.with_param(param) from None
+                raise ItemError(index, error) from None
             plans.append(plan)
+        return plans
+
+    def _check(self, plans: Sequence[ImagePlan], options: EncodeOptions) -> None:
+        """Refuse images that no answer could hold together. Raises RequestTooLarge and what `check_plans` does."""
         if options.check_plans is not None:
             options.check_plans(plans)
-        return plans
+        self.admission.check_size([plan.patches for plan in plans])
 
     async def _write_patches(
         self, images: Sequence[Item], plans: Sequence[ImagePlan], permit: Permit, options: EncodeOptions
     ) -> float:
         """The seconds of it that the slowest image took once it was decoded."""
         work = {
-            name: self._decoders.write_patches(file, plan, rows.run, options.settings.limits, frame)
+            place: self._decoders.write_patches(file, plan, rows.run, options.settings.limits, frame)
             for index, (item, plan, rows) in enumerate(zip(images, plans, permit.rows, strict=True))
-            for frame, (name, file) in enumerate(_files(item, options.param, index))
+            for frame, (place, file) in enumerate(_files(item, index))
         }
         return max(written.preprocess_s for written in await _in_order(work))
 
@@ -369,14 +444,14 @@ class Engine:
             for plan, rows in zip(plans, permit.rows, strict=True)
         ]
 
-    async def _read_tokens(self, plans: Sequence[ImagePlan], permit: Permit, options: EncodeOptions) -> Embeddings:
-        views = [
-            self.slab.tokens(rows.run, plan.grid.num_tokens) for plan, rows in zip(plans, permit.rows, strict=True)
-        ]
-        return await asyncio.to_thread(read_tokens, views, self.dtype, options.tokens, options.param)
-
     def _cost(self, plans: Sequence[ImagePlan]) -> float:
         return sum(self.spec.cost(plan.patches) for plan in plans)
+
+    def _too_late(self, entries: Sequence[Entry], limit_s: float) -> ServiceError:
+        """Of a request that waited for others' entries, it is only known whether there is a group now."""
+        if any(entry.num_losses for entry in entries) or self.state == "loading":
+            return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
+        return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
 
     async def _leave_rows(self, batch: PackedBatch, group: WorkerGroup) -> None:
         """Move a lost batch to other rows. Its ranks are not ours to end, and may still write to these some day."""
@@ -430,6 +505,12 @@ class Engine:
             accepted_total=self.counts.accepted,
             answered_total=self.counts.answered,
             client_gone_total=self.counts.client_gone,
+            cache_hits_total=self.cache.num_hits,
+            cache_misses_total=self.cache.num_misses,
+            cache_coalesced_total=self.cache.num_coalesced,
+            cache_evictions_total=self.cache.num_evictions,
+            cache_bytes=self.cache.num_bytes,
+            cache_max_bytes=self.cache.max_bytes,
             decoders_replaced_total=self._decoders.num_replaced,
             group_state={(str(i), each): each == now for i, now in groups.states.items() for each in GROUP_STATES},
             group_restarts_total={(str(index),): number for index, number in groups.restarts.items()},
@@ -471,12 +552,6 @@ class Engine:
                 self._idle.set()
 
 
-def _too_late(entries: Sequence[Entry], limit_s: float) -> ServiceError:
-    if any(entry.num_losses for entry in entries):
-        return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
-    return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
-
-
 async def _release_when(event: asyncio.Event, held: Sequence[Rows]) -> None:
     await event.wait()
     for rows in held:
@@ -487,14 +562,14 @@ def _stopping() -> NotReady:
     return NotReady("the service is stopping", retry_after_s=_RETRY_S)
 
 
-def _files(item: Item, param: str, index: int) -> list[tuple[str, ImageBytes]]:
-    """The image files of one item, each with what error.param calls it."""
+def _files(item: Item, index: int) -> list[tuple[_Place, ImageBytes]]:
+    """The image files of one item, each with its place."""
     if isinstance(item, VideoChunk):
-        return [(f"{param}[{index}].frames[{number}]", frame) for number, frame in enumerate(item.frames)]
-    return [(f"{param}[{index}]", item)]
+        return [((index, f".frames[{number}]"), frame) for number, frame in enumerate(item.frames)]
+    return [((index, ""), item)]
 
 
-def _common_size(headers: Sequence[ImageHeader], param: str) -> tuple[int, int]:
+def _common_size(headers: Sequence[ImageHeader]) -> tuple[int, int]:
     """The one upright size of an image, or of all frames of a video chunk. Raises InvalidRequest naming both."""
     first = headers[0]
     for number, header in enumerate(headers):
@@ -502,19 +577,19 @@ def _common_size(headers: Sequence[ImageHeader], param: str) -> tuple[int, int]:
             raise InvalidRequest(
                 f"a frame of {header.width} x {header.height} pixels, but the first one of its video chunk has "
                 f"{first.width} x {first.height}",
-                param=f"{param}.frames[{number}]",
+                param=f".frames[{number}]",
                 numbers={"size": list(header.size), "first_size": list(first.size)},
             )
     return first.size
 
 
-async def _in_order(work: Mapping[str, Awaitable[Result]]) -> list[Result]:
-    """All results, side by side. Raises the error of the first bad one, naming it, when every one has ended."""
+async def _in_order(work: Mapping[_Place, Awaitable[Result]]) -> list[Result]:
+    """All results, side by side. Raises the error of the first bad one, as ItemError, when every one has ended."""
     results = await asyncio.gather(*work.values(), return_exceptions=True)
     good: list[Result] = []
-    for param, result in zip(work, results, strict=True):
+    for (index, part), result in zip(work, results, strict=True):
         if isinstance(result, ServiceError):
-            raise result.with_param(param)
+            raise ItemError(index, result.with_param(part))
         if isinstance(result, BaseException):
             raise result
         good.append(result)

@@ -68,6 +68,11 @@ class WorkerGroups:
         return [group for group in self._control.groups.values() if group.ready.is_set() and not group.lost.is_set()]
 
     @property
+    def weights_fingerprint(self) -> str | None:
+        """Of the weights that all ranks hold, since the first of them said hello."""
+        return self._control.weights_fingerprint
+
+    @property
     def states(self) -> dict[int, GroupState]:
         """Of every group that there is to be."""
         return {index: self._state(index) for index in range(self._settings.parallel.groups)}

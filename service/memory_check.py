@@ -1,8 +1,9 @@
 """What a start needs of this machine's memory, and whether that is there, before anything is started.
 
-Counted is what will be touched, each thing once: the slab, which all ranks of all groups share; where ranks compute on
-CPUs their weights and, for all of them at once, the scratch of a batch that fills the top tier; and the private memory
-of idle processes. File pages, such as the checkpoint's or a library's, can be dropped and are not counted.
+Counted is what will be touched, each thing once: the slab, which all ranks of all groups share; the content cache when
+full; where ranks compute on CPUs their weights and, for all of them at once, the scratch of a batch that fills the top
+tier; and the private memory of idle processes. File pages, such as the checkpoint's or a library's, can be dropped and
+are not counted.
 
 A front-end with ranks elsewhere counts its own part and `tpvision worker` that of its group: slab and ranks may be in
 different containers. Ranks on GPUs compare for themselves what is on the device (`tp.rank`).
@@ -54,6 +55,8 @@ def host_rows(
             MemoryRow("slab", f"{slab.num_patches:,} patches", slab.total_bytes),
             _row("decode processes", decoders, _DECODE_PROCESS_BYTES),
         ]
+        if cache_bytes := settings.cache.max_bytes:
+            rows.append(MemoryRow("content cache", "cache.max_bytes", cache_bytes))
     if side != "front-end":
         rows.append(_row("ranks and their launchers", groups * (world_size + 1), _TORCH_PROCESS_BYTES))
     if side != "front-end" and on_cpu:

@@ -69,6 +69,12 @@ class ServiceState:
     )
     answered_total: int = _read("counter", "Accepted requests that were answered, with embeddings or an error.")
     client_gone_total: int = _read("counter", "Accepted requests whose client left first.")
+    cache_hits_total: int = _read("counter", "Images whose tokens the content cache had.")
+    cache_misses_total: int = _read("counter", "Images that it did not have and that nobody was encoding: encoded.")
+    cache_coalesced_total: int = _read("counter", "Images that were just then encoded for somebody else.")
+    cache_evictions_total: int = _read("counter", "Entries dropped to make room for others.")
+    cache_bytes: int = _read("gauge", "Bytes that the content cache holds.")
+    cache_max_bytes: int = _read("gauge", "Bytes that it may hold; 0 while it is off.")
     decoders_replaced_total: int = _read("counter", "Decode processes that died or were killed at a deadline.")
     group_state: Mapping[tuple[str, str], bool] = _read(
         "gauge", "1 for the state that a group is in.", "group", "state"

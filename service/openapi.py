@@ -53,9 +53,25 @@ _HEADER_HELP = {
     "metadata": "With application/octet-stream: vLLM's description of the bytes.",
     "x-tpvision-images": "With application/octet-stream and application/x-npy: the `images` of the JSON answer.",
     "server-timing": "Milliseconds of each stage.",
+    "etag": "Names these embeddings in this form.",
 }
 
+
+def _header(name: str) -> Content:
+    return {"schema": {"type": "string"}, "description": _HEADER_HELP[name], "example": examples.HEADERS[name]}
+
+
+
 ENCODE_OPENAPI: Content = {
+    "parameters": [
+        {
+            "name": "If-None-Match",
+            "in": "header",
+            "required": False,
+            "description": "ETags of earlier answers; where one of them is this answer's, 304. `*` has no effect.",
+            "schema": {"type": "string"},
+        }
+    ],
     "requestBody": {
         "required": True,
         "content": {
@@ -76,15 +92,16 @@ ENCODE_OPENAPI: Content = {
             "description": "The embeddings, in the form that Accept picked. application/vnd.safetensors: tensors "
             "`embeddings` and `grid_thw`, and in the metadata `images` as JSON. application/octet-stream: the values "
             "alone, little-endian, image after image. application/x-npy: one image's array.",
-            "headers": {
-                name: {"schema": {"type": "string"}, "description": text, "example": examples.HEADERS[name]}
-                for name, text in _HEADER_HELP.items()
-            },
+            "headers": {name: _header(name) for name in _HEADER_HELP},
             "content": {
                 form: _json(schemas.EncodeAnswer, examples.ENCODE_ANSWERS) if form.endswith("json") else _BINARY
                 for form in schemas.FORMS
             },
-        }
+        },
+        "304": {
+            "description": "What If-None-Match names is still right. Nothing was encoded.",
+            "headers": {"etag": _header("etag")},
+        },
     },
 }
 

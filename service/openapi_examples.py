@@ -130,6 +130,7 @@ HEADERS = {
         }
     ),
     "x-tpvision-images": json.dumps([GEOMETRY]),
+    "etag": 'W/"b1b0ac29d7f61bd7d80fb7db9a8b0f3cb3b20f6b1a0d2e3a1b8d5c6f7e9a0b1c"',
     "server-timing": "receive;dur=0.334, header;dur=0.769, decode;dur=0.642, preprocess;dur=0.147, queue;dur=0.058, "
     "forward;dur=22.615, all_gather;dur=2.595, copy;dur=0.250, encode_response;dur=0.213",
 }

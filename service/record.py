@@ -14,7 +14,16 @@ from service.geometry import ImagePlan, Policy
 from service.traceparent import TraceParent
 
 Stage = Literal[
-    "receive", "header", "decode", "preprocess", "queue", "forward", "all_gather", "copy", "encode_response"
+    "receive",
+    "header",
+    "decode",
+    "preprocess",
+    "queue",
+    "forward",
+    "all_gather",
+    "coalesce",
+    "copy",
+    "encode_response",
 ]
 Interval = tuple[float, float]  # start and end, by time.monotonic
 
@@ -43,6 +52,8 @@ class RequestRecord:
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of its images, from their headers
     plans: Sequence[ImagePlan] = ()  # what was made of them
     is_admitted: bool = False
+    num_cached: int = 0  # of its images, those whose tokens the cache had,
+    num_coalesced: int = 0  # and those that were encoded for another request at the same time
     client_gone: bool = False  # before it had its whole answer
     bytes_in: int = 0  # of its body
     bytes_out: int = 0  # of its answer's
@@ -84,8 +95,8 @@ class RequestRecord:
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        """Note how long the block takes, also where it raises."""
-        started = time.monotonic()
+        """Note how long the block takes, also where it raises; what the stage took before is added."""
+        started = time.monotonic() - self.times_s.get(name, 0.0)
         try:
             yield
         finally:
@@ -117,6 +128,8 @@ class RequestRecord:
             "outcome": self.outcome,
             "num_images": len(self.plans or self.sizes) or None,
             "patches": sum(plan.patches for plan in self.plans) or None,
+            "cached": self.num_cached or None,
+            "coalesced": self.num_coalesced or None,
             "images": self._images(),
             "stages_ms": {stage: _milliseconds(seconds) for stage, seconds in self.times_s.items()},
         }

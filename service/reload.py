@@ -1,7 +1,7 @@
 """Which of newly read settings a running service takes over, and which need a restart.
 
-Pure: settings in, settings out. What may change is `tp.settings.RELOADABLE`; here are the two bounds that the ranks'
-start set, and that keys stay. A setting is taken over whole or not at all, each for itself. `service.server` reads and
+Pure: settings in, settings out. What may change is `tp.settings.RELOADABLE`; here are the bounds that the start
+set, and that keys stay. A setting is taken over whole or not at all, each for itself. `service.server` reads and
 applies.
 """
 
@@ -47,6 +47,8 @@ def _obstacle(name: str, started: Settings, wanted: Settings) -> str | None:
         return f"needs a restart, since slab and ranks were started for a top tier of {top}"
     if name == "limits.batch_timeout_s" and wanted.limits.batch_timeout_s >= limit_s:
         return f"needs a restart, since ranks were started to give up a collective after {limit_s:g} s"
+    if name == "cache.max_bytes" and wanted.cache.max_bytes > started.cache.max_bytes:
+        return f"needs a restart, since memory was checked for {started.cache.max_bytes} bytes of it"
     if name == "server.api_keys_file" and wanted.server.api_keys_file is None:
         return "needs a restart, since anyone could call without keys"
     return None

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from service import schemas
 from service.admission import HeldBytes
 from service.body import Body, Item, receive_body, receive_multipart
+from service.content_keys import entity_tag, is_known
 from service.decoders import UnpackedBody
 from service.engine import EncodeOptions, Engine
 from service.errors import InvalidRequest, ModelNotFound, Unauthorized
@@ -57,7 +58,7 @@ class GoneError(Exception):
 class PartsResponse(Response):
     """A body sent piece by piece, without joining the pieces; `on_end` is called when it is sent or given up."""
 
-    def __init__(self, answer: schemas.Answer, headers: dict[str, str], on_end: Callable[[], None]) -> None:
+    def __init__(self, answer: schemas.Answer, headers: Mapping[str, str], on_end: Callable[[], None]) -> None:
         super().__init__(media_type=answer.media_type, headers={**answer.headers, **headers})
         self.headers["content-length"] = str(answer.num_bytes)
         self._parts = answer.parts
@@ -121,7 +122,8 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
 
     The body is one raw image (any content type but the other two), a multipart form of files, or JSON, which may hold
     chunks of video frames too. `Accept` picks the form of the answer: safetensors (default), octet-stream, npy (one
-    image) or JSON.
+    image) or JSON. `If-None-Match` with the `ETag` of an earlier answer gives 304, and nothing is encoded, where this
+    one would have the same embeddings in the same form.
     """
     engine = engine_of(request)
     form = schemas.choose_form(",".join(request.headers.getlist("accept")))
@@ -137,11 +139,20 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
             tokens=TokenOptions(dtype, pooled, query.normalize),
             check_plans=check_plans,
         )
-        encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request)))
+        keys = await engine.content_keys(intake.images, options, record_of(request))
+        tag = entity_tag(
+            *(keys, engine.model_name, form, dtype, pooled, query.normalize, query.encoding_format),
+            # What else may refuse the answer: who has the tag of one has it from under the same limits.
+            *(options.settings.limits.max_json_bytes, engine.layout.num_patches),
+        )
+        if is_known(tag, ",".join(request.headers.getlist("if-none-match"))):
+            return Response(status_code=304, headers={"etag": tag})
+        encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request), keys))
     context = _context(request, engine)
     return await _respond(
         request,
         lambda: schemas.encode_embeddings(form, encoded.embeddings, encoded.plans, context, query.encoding_format),
+        {"etag": tag},
     )
 
 
@@ -262,14 +273,28 @@ async def _fetch(
     return unpacked.items(list(images.values()))
 
 
-async def _respond(request: Request, make: Callable[[], schemas.Answer]) -> Response:
+async def _respond(
+    request: Request, make: Callable[[], schemas.Answer], headers: Mapping[str, str] | None = None
+) -> Response:
     record = record_of(request)
     with record.stage("encode_response"):
         answer = await asyncio.to_thread(make)
     timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in record.times_s.items())
     held = HeldBytes(engine_of(request).admission)
     held.add_unchecked(answer.num_bytes)  # it is computed: refusing it now would help nobody
-    return PartsResponse(answer, {"server-timing": timing}, held.release)
+    own = {"server-timing": timing, **(headers or {})}
+    if settings_of(request).cache.max_bytes:
+        own["cache-status"] = _cache_status(record)
+    return PartsResponse(answer, own, held.release)
+
+
+def _cache_status(record: RequestRecord) -> str:
+    """RFC 9211, for all images of the request together."""
+    num_encoded = len(record.plans) - record.num_cached - record.num_coalesced
+    if record.num_cached == len(record.plans):
+        return "tpvision; hit"
+    status = f"tpvision; fwd={'partial' if record.num_cached else 'miss'}"
+    return status if num_encoded else f"{status}; collapsed"
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

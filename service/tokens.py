@@ -1,7 +1,7 @@
 """Merged tokens out of the slab and into the answer's dtype, pooled and normalised where asked. Pure; runs in a thread.
 
 numpy has no bfloat16: it is carried as its uint16 bits. Rounding to it is to nearest, ties to even (IEEE 754), as torch
-does. The one copy of a result is made here.
+does. The one copy of a result is made here, where the content cache does not own it already.
 """
 
 from collections.abc import Sequence
@@ -54,12 +54,22 @@ class Embeddings:
         return to_float32(self.of_image(index), self.dtype)
 
 
-def read_tokens(views: Sequence[npt.NDArray[np.uint8]], source: Dtype, options: TokenOptions, param: str) -> Embeddings:
+def read_tokens(
+    views: Sequence[npt.NDArray[np.uint8]],
+    source: Dtype,
+    options: TokenOptions,
+    param: str,
+    *,
+    is_shared: bool = False,
+) -> Embeddings:
     """Copy each image's token bytes, uint8 [num_tokens, token_bytes] in dtype `source`, into one array.
 
-    Raises NonFiniteOutput naming `param[i]` when a finite value overflows the narrower dtype that was asked for.
+    `is_shared`: nobody will ever write to them, so that one image asked for as it is needs no copy. Raises
+    NonFiniteOutput naming `param[i]` when a finite value overflows the narrower dtype that was asked for.
     """
     tokens = [view.view(STORAGE[source]) for view in views]
+    if is_shared and len(tokens) == 1 and options == TokenOptions(source):
+        return Embeddings(tokens[0], source, [0, len(tokens[0])], is_pooled=False)
     counts = [1 if options.pooled else len(image) for image in tokens]
     bounds = [sum(counts[:index]) for index in range(len(counts) + 1)]
     values = np.empty((bounds[-1], tokens[0].shape[1]), STORAGE[options.dtype])

@@ -217,6 +217,17 @@ class LimitSettings(_Section):
     )
 
 
+class CacheSettings(_Section):
+    """Tokens of images that were encoded before, in the front-end's memory."""
+
+    max_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of tokens that are kept, so that the same image is not decoded and encoded again; those of "
+        "images at the same time are encoded once. 0: off.",
+    )
+
+
 class UrlSettings(_Section):
     """Images given as URLs. Whoever may send one makes this machine connect somewhere: off unless that is wanted."""
 
@@ -285,6 +296,7 @@ class Settings(_Section):
     capacity: CapacitySettings = CapacitySettings()
     image: ImageSettings = ImageSettings()
     limits: LimitSettings = LimitSettings()
+    cache: CacheSettings = CacheSettings()
     urls: UrlSettings = UrlSettings()
     server: ServerSettings = ServerSettings()
 
@@ -349,6 +361,7 @@ RELOADABLE: Mapping[str, str] = {
     "limits.header_timeout_s": "yes",
     "limits.keep_alive_timeout_s": "yes",
     "limits.send_timeout_s": "yes",
+    "cache.max_bytes": "up to that at the start",
     "server.api_keys_file": "to another file; to none needs a restart",
 }
 
