@@ -48,7 +48,7 @@ def _obstacle(name: str, started: Settings, wanted: Settings) -> str | None:
     if name == "limits.batch_timeout_s" and wanted.limits.batch_timeout_s >= limit_s:
         return f"needs a restart, since ranks were started to give up a collective after {limit_s:g} s"
     if name == "cache.max_bytes" and wanted.cache.max_bytes > started.cache.max_bytes:
-        return f"needs a restart, since memory was checked for {started.cache.max_bytes} bytes of it"
+        return f"needs a restart, since memory was checked for {started.cache.max_bytes} bytes of it at the start"
     if name == "server.api_keys_file" and wanted.server.api_keys_file is None:
         return "needs a restart, since anyone could call without keys"
     return None

@@ -17,10 +17,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.record import STAGES
+
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 GOLDEN = DATA / "golden"
 START_TIMEOUT_S = 90.0
+OWN_STAGES = [stage for stage in STAGES if stage != "coalesce"]  # of a request that waits for no other one
 COMMAND = (sys.executable, "-m", "service")
 
 

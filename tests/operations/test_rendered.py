@@ -203,7 +203,7 @@ def test_front_end_memory_holds_slab_bytes_in_flight_and_decode_processes(
     plan = plan_capacity(PUBLISHED_K3, settings)
     processes = settings.image.decode_processes
     assert processes is not None, "the default counts the node's cores"
-    held = plan.slab_bytes + settings.limits.max_inflight_bytes
+    held = plan.slab_bytes + settings.cache.max_bytes + settings.limits.max_inflight_bytes
     at_rest = held + (processes + 1) * PROCESS_BYTES
     at_most = held + processes * max_memory_bytes(settings.limits) + PROCESS_BYTES
     assert memory(rendered.frontend, "requests") >= at_rest

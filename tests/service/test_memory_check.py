@@ -59,10 +59,15 @@ def test_ranks_on_gpus_take_no_weights_or_scratch_of_the_machine() -> None:
     assert needed(settings(), on_cpu=False).keys() == {"slab", "decode processes", "ranks and their launchers"}
 
 
+def test_the_content_cache_is_counted_full() -> None:
+    without, full = needed(settings()), needed(settings(cache__max_bytes=3 * 2**30))
+    assert full == without | {"content cache": 3 * 2**30}
+
+
 def test_each_side_counts_what_it_starts() -> None:
-    both = settings(parallel__tensor=2, parallel__groups=3)
+    both = settings(parallel__tensor=2, parallel__groups=3, cache__max_bytes=1)
     front_end, workers = needed(both, side="front-end"), needed(both, side="workers")
-    assert front_end.keys() == {"slab", "decode processes"}
+    assert front_end.keys() == {"slab", "decode processes", "content cache"}
     one_group = needed(replace_groups(both, 1))
     assert workers == {name: one_group[name] for name in ("ranks and their launchers", "weights", "scratch")}
 

@@ -5,13 +5,13 @@ import pytest
 from service.reload import Reload, reload
 from tp.settings import RELOADABLE, Settings, known_names, load_settings
 
-STARTED = load_settings(flags={"capacity.patch_capacities": [64, 256], "limits.max_queue_s": 7}).settings
+START = {"capacity.patch_capacities": [64, 256], "limits.max_queue_s": 7, "cache.max_bytes": 1000}
+STARTED = load_settings(flags=START).settings
 
 
 def wanting(**flags: object) -> Reload:
-    started = {"capacity.patch_capacities": [64, 256], "limits.max_queue_s": 7}
     wanted = {name.replace("__", "."): value for name, value in flags.items()}
-    return reload(STARTED, STARTED, load_settings(flags={**started, **wanted}).settings)
+    return reload(STARTED, STARTED, load_settings(flags={**START, **wanted}).settings)
 
 
 def test_the_same_settings_change_nothing() -> None:
@@ -55,6 +55,17 @@ def test_a_batch_must_time_out_before_a_collective(timeout_s: float, taken: bool
     assert taken or "660 s" in found.held_back[0]
 
 
+def test_the_cache_may_shrink_and_grow_again_but_not_over_what_memory_was_checked_for() -> None:
+    smaller, larger = (load_settings(flags={**START, "cache.max_bytes": size}).settings for size in (0, 1001))
+    assert (
+        reload(STARTED, STARTED, smaller).changed == reload(STARTED, smaller, STARTED).changed == ("cache.max_bytes",)
+    )
+    (sentence,) = reload(STARTED, smaller, larger).held_back
+    assert sentence == (
+        "cache.max_bytes stays 0: 1001 needs a restart, since memory was checked for 1000 bytes of it at the start"
+    )
+
+
 def test_everything_else_is_named_and_stays() -> None:
     found = wanting(capacity__slab_patches=4096, parallel__tensor=3, server__cors_origins="https://a", urls__fetch="on")
     assert found.settings == STARTED
@@ -77,7 +88,7 @@ def test_keys_are_never_switched_off() -> None:
 
 
 def test_what_is_held_back_is_named_again_at_the_next_reload() -> None:
-    wanted = load_settings(flags={"parallel.tensor": 2}).settings
+    wanted = load_settings(flags={**START, "parallel.tensor": 2}).settings
     first = reload(STARTED, STARTED, wanted)
     second = reload(STARTED, first.settings, wanted)
     assert (second.changed, second.held_back) == ((), first.held_back)
@@ -100,5 +111,5 @@ def test_each_setting_that_is_said_to_be_reloadable_is_taken_over(name: str) -> 
 
 def test_a_new_setting_needs_a_restart_unless_somebody_decides() -> None:
     sections = {name.split(".")[0] for name, _ in known_names() if name not in RELOADABLE}
-    assert "limits" not in sections, "every limit is reloadable today; add the new one to RELOADABLE, and a test to it"
-    assert Settings.model_fields.keys() - {"limits"} <= sections
+    assert not {"limits", "cache"} & sections, "all of these are reloadable today; add the new one, and a test to it"
+    assert Settings.model_fields.keys() - {"limits", "cache"} <= sections
