@@ -1,8 +1,7 @@
 """What an answer depends on, as digests: the bytes of its images, what is made of them, and the form it is given in.
 
-Two requests with the same digests get the same embeddings or the same refusal, so `service.cache` keeps tokens by them
-and `ETag` tells them to clients. No pixel is decoded, and no digest says anything about settings that nobody asked
-with. BLAKE2b with 256 bits: nobody can make two images of one digest.
+Two requests with the same digests get the same embeddings, or the same refusal. `service.cache` keeps tokens by them,
+and `ETag` tells them to clients. BLAKE2b with 256 bits, so that nobody can make two images of one digest.
 """
 
 import hashlib
