@@ -118,3 +118,19 @@ def test_what_a_stopped_rank_elsewhere_had_is_told_so_where_no_rows_are_free(
 
     limits = {"TPVISION_LIMITS__BATCH_TIMEOUT_S": "0.5", "TPVISION_CAPACITY__SLAB_PATCHES": "24"}
     run_engine(tmp_path, use, hung.hear, **limits, TPVISION_CAPACITY__PATCH_CAPACITIES="24")
+
+
+def test_who_waits_for_another_request_is_told_too_that_the_group_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GONE_TIMEOUT_S", 0.2)
+    hung = Hung()
+
+    async def use(engine: Engine, settings: Settings) -> None:
+        errors = await asyncio.gather(encode(engine), encode(engine), return_exceptions=True)
+        assert [type(error) for error in errors] == [WorkersLost] * 2
+        assert len(hung.batches) == len(hung.batches[0].images) == 1
+        hung.goes_on.set()
+
+    limits = {"TPVISION_LIMITS__BATCH_TIMEOUT_S": "0.5", "TPVISION_LIMITS__REQUEST_TIMEOUT_S": "2"}
+    run_engine(tmp_path, use, hung.hear, **limits, TPVISION_CACHE__MAX_BYTES="100000")
