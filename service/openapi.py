@@ -61,7 +61,6 @@ def _header(name: str) -> Content:
     return {"schema": {"type": "string"}, "description": _HEADER_HELP[name], "example": examples.HEADERS[name]}
 
 
-
 ENCODE_OPENAPI: Content = {
     "parameters": [
         {
