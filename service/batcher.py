@@ -29,6 +29,7 @@ class EntryTimes:
     dispatched_at: float
     settled_at: float
     replies: Sequence[wire.Done]
+    mode: Mode
 
     @property
     def stages(self) -> dict[Stage, Interval]:
@@ -153,15 +154,15 @@ class Batcher:
         self._next_id += 1
         return PackedBatch(self._next_id, taken)
 
-    def settle(self, batch: PackedBatch, replies: Sequence[wire.Done]) -> None:
-        """Answer every entry of a finished batch."""
+    def settle(self, batch: PackedBatch, replies: Sequence[wire.Done], mode: Mode = "tp") -> None:
+        """Answer every entry of a finished batch, which ran in this mode."""
         now = time.monotonic()
         non_finite = {index for reply in replies for index in reply.non_finite}
         for index, entry in enumerate(batch.entries):
             if entry.is_wanted and index in non_finite:
                 entry.future.set_exception(NonFiniteOutput("the embedding of this image holds NaN or infinity"))
             elif entry.is_wanted:
-                entry.future.set_result(EntryTimes(entry.submitted_at, entry.dispatched_at, now, replies))
+                entry.future.set_result(EntryTimes(entry.submitted_at, entry.dispatched_at, now, replies, mode))
             entry.rows.release()
 
     def give_back(self, batch: PackedBatch, incarnation: str) -> None:

@@ -257,6 +257,7 @@ class Engine:
             last = max(times, key=lambda each: each.settled_at)
             record.stages |= last.stages
             record.rank_0_forward = last.rank_0_forward
+            record.mode = last.mode
             yield [
                 ItemTokens(plan, self.slab.tokens(rows.run, plan.grid.num_tokens))
                 for plan, rows in zip(plans, permit.rows, strict=True)
@@ -347,7 +348,7 @@ class Engine:
             self._tier_times.note(BatchTime(batch.num_patches, len(batch.entries), workers_s))
             plans = [entry.plan for entry in batch.entries]
             self.metrics.note_batch(plans, replies, group=group.index, choice=choice)
-            self._batcher.settle(batch, replies)
+            self._batcher.settle(batch, replies, choice.mode)
 
     async def start(self) -> None:
         """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded.

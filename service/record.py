@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from service.errors import ServiceError
 from service.geometry import ImagePlan, Policy
 from service.traceparent import TraceParent
+from tp.modes import Mode
 
 Stage = Literal[
     "receive",
@@ -59,6 +60,7 @@ class RequestRecord:
     bytes_out: int = 0  # of its answer's
     stages: dict[Stage, Interval] = field(default_factory=dict)
     rank_0_forward: Interval | None = None
+    mode: Mode | None = None  # of the batch that was ready last, as are the times of its stages
 
     @property
     def seconds(self) -> float:
@@ -131,6 +133,7 @@ class RequestRecord:
             "cached": self.num_cached or None,
             "coalesced": self.num_coalesced or None,
             "images": self._images(),
+            "mode": self.mode,
             "stages_ms": {stage: _milliseconds(seconds) for stage, seconds in self.times_s.items()},
         }
         return {name: value for name, value in fields.items() if value not in (None, "", [], {})}

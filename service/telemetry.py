@@ -108,6 +108,7 @@ def _attributes(record: RequestRecord) -> dict[str, str | int]:
         "tpvision.num_images": len(record.plans or record.sizes),
         "tpvision.patches": sum(plan.patches for plan in record.plans),
         "tpvision.outcome": record.outcome or "",
+        "tpvision.mode": record.mode or "",
     }
     return {name: value for name, value in attributes.items() if value != ""}
 

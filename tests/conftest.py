@@ -16,6 +16,11 @@ Start = Callable[..., RunningService]
 Here = Callable[..., CompletedProcess[str]]
 
 
+def pytest_configure() -> None:
+    """A run that is told to end is interrupted: its fixtures end the processes that they started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @pytest.fixture
 def here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

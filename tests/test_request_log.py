@@ -55,6 +55,7 @@ def test_a_line_says_what_became_of_a_request(service: RunningService) -> None:
         "images": [
             {"size": [64, 48], "encoded": [64, 48], "patches": 24, "tier": 64, "frames": 1, "downscaled": False}
         ],
+        "mode": "tp",
     }
 
 

@@ -4,6 +4,7 @@ The base is a minimal Debian in the place of Docker's; wheels are downloaded out
 it is kept in .operations/containers, so that only the first build takes minutes.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,12 +83,37 @@ def podman(*arguments: str, timeout_s: float = 120) -> str:
     return engine("podman", *arguments, timeout_s=timeout_s)
 
 
-def build_images() -> None:
-    """All targets, on CPU wheels; what is cached is not built again. Skips the test where that cannot be done."""
+@contextlib.contextmanager
+def built_images() -> Iterator[None]:
+    """All targets; at the end nothing runs or is mounted any more. Skips the test where they cannot be built."""
     for program in ("podman", "buildah", "runc", "mmdebstrap"):
         tool(program)
     if os.getuid() != 0 or (sys.version_info[:2], platform.machine()) != ((3, 11), "x86_64"):
         pytest.skip("images are built as root, with the wheels of Debian 12's Python 3.11 on x86_64")
+    sweep()  # after a run that was killed
+    try:
+        _build_images()
+        yield
+    finally:
+        sweep()
+
+
+def sweep() -> None:
+    """Ends and unmounts all that podman and buildah hold in our storage; images stay."""
+    podman("rm", "--all", "--force", "--time", "0")
+    engine("buildah", "rm", "--all")
+    for point in reversed(mounts()):
+        engine("umount", "--lazy", point)
+
+
+def mounts() -> list[str]:
+    """What is mounted in our storage, in the order in which it was."""
+    points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    return [point for point in points if Path(point).is_relative_to(STORE)]
+
+
+def _build_images() -> None:
+    """On CPU wheels; what is cached is not built again."""
     if _BASE not in podman("images", "--format", "{{.Repository}}:{{.Tag}}").split():
         _make_base()
     _download_wheels()
@@ -160,7 +188,8 @@ class Container:
         return json.loads(podman("container", "inspect", "--format", "{{json " + path + "}}", self.name))
 
     def wait_ready(self) -> "Container":
-        self.client.base_url = httpx.URL("http://" + podman("port", self.name, "8000").splitlines()[0])
+        if not self.client.base_url.host:  # one that is being restarted publishes nothing, and then the same again
+            self.client.base_url = httpx.URL("http://" + podman("port", self.name, "8000").splitlines()[0])
         deadline = time.monotonic() + READY_S
         while not self.is_ready():
             assert time.monotonic() < deadline, f"{self.name} did not become ready:\n{self.log()}"

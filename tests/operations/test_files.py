@@ -12,7 +12,7 @@ import pytest
 import yaml
 from containers import engine
 from packaging.requirements import Requirement
-from running import ROOT
+from running import GOLDEN, ROOT
 from tools import run, tool
 
 from tp.settings import Settings, load_settings
@@ -62,6 +62,15 @@ def test_the_health_check_asks_the_port_that_the_images_settings_open() -> None:
     asked = re.findall(r"HTTPConnection as C; c = C\('127.0.0.1', (\d+)", (DOCKER / "Dockerfile").read_text())
     assert set(map(int, asked)) == {settings.probe_port}
     assert settings.host == "0.0.0.0"
+
+
+def test_the_health_check_runs(start_service: Any) -> None:
+    (code,) = set(re.findall(r'CMD \["python3", "-IS", "-c", "(.+)"\]', (DOCKER / "Dockerfile").read_text()))
+    service = start_service("--model", str(GOLDEN / "tiny-k3-f32"))
+    check = [sys.executable, "-IS", "-c", code.replace("8001", service.url.rpartition(":")[2])]
+    assert subprocess.run(check, check=False, timeout=30).returncode == 0
+    service.stop()
+    assert subprocess.run(check, check=False, timeout=30, stderr=subprocess.DEVNULL).returncode == 1
 
 
 def compose(*files: str) -> Any:

@@ -4,19 +4,21 @@
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors
-from containers import IMAGES, TMP, Container, build_images, engine, podman, project_version
+from containers import IMAGES, TMP, Container, built_images, engine, mounts, podman, project_version, sweep
 from make_photograph import PHOTOGRAPH, acceptance_picture
 from proxies import free_port
 from running import GOLDEN, ROOT, RunningService, descendants, images_of, is_alive, wait_until
@@ -24,7 +26,8 @@ from running import GOLDEN, ROOT, RunningService, descendants, images_of, is_ali
 pytestmark = [pytest.mark.operations, pytest.mark.slow, pytest.mark.timeout(600)]
 
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
-LARGE = acceptance_picture(1120, 1120)
+PICTURE = acceptance_picture(448, 448)
+NUM_REQUESTS = 16
 LISTS = {"frontend": ["frontend"], "worker": ["frontend", "worker-cpu"], "combined": ["frontend", "worker-cpu"]}
 MODEL = ("--volume", f"{GOLDEN}:/models:ro", "--env", "TPVISION_MODEL__PATH=/models/tiny-k3-f32")
 
@@ -32,10 +35,11 @@ Start = Callable[..., Container]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _images() -> None:
-    build_images()
-    for target, image in IMAGES.items():
-        print(f"\n{target}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB", end="")
+def _images() -> Iterator[None]:
+    with built_images():
+        for target, image in IMAGES.items():
+            print(f"\n{target}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB", end="")
+        yield
 
 
 @pytest.fixture
@@ -108,32 +112,43 @@ def test_the_front_end_has_no_torch_and_the_worker_has() -> None:
     assert found == {"frontend": "False", "worker": "True", "combined": "True"}
 
 
-def test_the_combined_image_encodes_as_the_same_code_outside_does(start: Start) -> None:
+def test_the_combined_image_encodes_as_the_same_code_outside_does(start: Start, start_service: Any) -> None:
     container = start_combined(start)
     assert container.is_healthy()
     answer = container.encode(PHOTOGRAPH.read_bytes())
     assert images_of(answer)[0]["original_size"] == [1280, 960]
-    outside = RunningService(["--model", str(GOLDEN / "tiny-k3-f32"), "--tp", "2"]).wait_ready()
+    outside: RunningService = start_service("--model", str(GOLDEN / "tiny-k3-f32"), "--tp", "2")
     expected = embeddings(outside.encode(PHOTOGRAPH.read_bytes()))
-    assert outside.stop() == 0
     np.testing.assert_allclose(embeddings(answer), expected, atol=1e-4)
     with pytest.raises(AssertionError, match="Read-only file system"):
         podman("exec", container.name, "touch", "/opt/tpvision/new")
 
 
+@contextlib.contextmanager
+def accepted(container: Container, rank: int) -> Iterator[None]:
+    """Within it requests are accepted and none is answered, as a rank is stopped; after it all must be answered."""
+    with concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            answers = [pool.submit(container.encode, PICTURE) for _ in range(NUM_REQUESTS)]
+            wait_until(lambda: container.capacity()["requests"]["accepted"] == NUM_REQUESTS, timeout_s=25)
+            yield
+        finally:
+            os.kill(rank, signal.SIGCONT)
+        assert [answer.result().status_code for answer in answers] == [200] * NUM_REQUESTS
+
+
 def test_sigterm_under_load_finishes_what_was_accepted(start: Start) -> None:
     container = start_combined(start)
     below = descendants(container.pid)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(container.encode, LARGE) for _ in range(8)]
-        wait_until(lambda: container.capacity()["requests"]["accepted"] == 8)
+    with accepted(container, container.ranks[1]):
         started = time.monotonic()
         container.kill(signal.SIGTERM)
-        wait_until(lambda: not container.is_ready(), timeout_s=2)
-        assert [answer.result().status_code for answer in answers] == [200] * 8
-        answered_s = time.monotonic() - started
-        assert container.wait() == 0
-    print(f"\nSIGTERM: last of 8 answers after {answered_s:.1f} s, exit 0 after {time.monotonic() - started:.1f} s")
+        wait_until(lambda: not container.is_ready())
+    answered_s = time.monotonic() - started
+    assert container.wait() == 0
+    ended_s = time.monotonic() - started
+    print(f"\nSIGTERM: last of {NUM_REQUESTS} answers after {answered_s:.1f} s, exit 0 after {ended_s:.1f} s")
     assert not any(is_alive(pid) for pid in below)
 
 
@@ -150,9 +165,10 @@ def test_a_killed_rank_comes_back(start: Start) -> None:
     ranks = container.ranks
     started = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
-    wait_until(lambda: not container.is_ready(), timeout_s=5)
+    wait_until(lambda: not container.is_ready())
     assert not container.is_healthy()
     container.wait_ready()
+    assert container.is_healthy()
     print(f"\na killed rank: ready again after {time.monotonic() - started:.1f} s")
     assert container.encode(GOOD).status_code == 200
     assert len(container.ranks) == 2 and not set(ranks) & set(container.ranks)
@@ -180,43 +196,61 @@ class Composed:
     def __init__(self) -> None:
         self.environ = {"MODELS": str(GOLDEN), "MODEL": "tiny-k3-f32", "TP": "2", "TAG": "test"}
         self.environ["PORT"] = str(free_port())
-        self.run("up", "--detach", "--no-build")
         self.frontend, self.worker = (Container(f"tpvision_{name}_1") for name in ("frontend", "worker"))
 
     def run(self, *arguments: str) -> None:
         engine("podman-compose", "--file", "docker/compose.yaml", *arguments, timeout_s=200, **self.environ)
 
+    def stop(self) -> None:
+        for container in (self.frontend, self.worker):
+            container.remove()
+        self.run("down", "--volumes")
+
 
 @pytest.fixture
 def composed() -> Iterator[Composed]:
     composed = Composed()
-    yield composed
-    composed.run("down", "--volumes", "--timeout", "1")
+    try:
+        started = time.monotonic()
+        composed.run("up", "--detach", "--no-build")
+        composed.frontend.wait_ready()
+        print(f"\ncompose: ready {time.monotonic() - started:.1f} s after `up`, two ranks of the tiny model")
+        yield composed
+    finally:
+        composed.stop()
 
 
 def test_front_end_and_worker_share_nothing_but_a_folder_and_outlive_each_other(composed: Composed) -> None:
-    frontend, worker = composed.frontend.wait_ready(), composed.worker
+    frontend, worker = composed.frontend, composed.worker
     assert worker.inspect(".HostConfig.NetworkMode") == "none"
     for container in (frontend, worker):
         assert container.inspect(".HostConfig.ReadonlyRootfs")
         assert container.inspect(".EffectiveCaps") is None
     assert images_of(frontend.encode(PHOTOGRAPH.read_bytes()))[0]["original_size"] == [1280, 960]
     os.kill(worker.ranks[0], signal.SIGKILL)
-    wait_until(lambda: not frontend.is_ready(), timeout_s=5)
+    wait_until(lambda: not frontend.is_ready())
     assert frontend.wait_ready().encode(GOOD).status_code == 200
     os.kill(frontend.pid, signal.SIGKILL)  # and the worker finds the next one
-    wait_until(lambda: not frontend.is_ready(), timeout_s=5)
+    wait_until(lambda: not frontend.is_ready())
     assert frontend.wait_ready().encode(GOOD).status_code == 200
 
 
 def test_both_told_to_stop_at_once_finish_what_was_accepted(composed: Composed) -> None:
-    frontend, worker = composed.frontend.wait_ready(), composed.worker
-    with concurrent.futures.ThreadPoolExecutor(9) as pool:
-        answers = [pool.submit(frontend.encode, LARGE) for _ in range(8)]
-        wait_until(lambda: frontend.capacity()["requests"]["accepted"] == 8)
-        started = time.monotonic()
-        stopped = pool.submit(podman, "stop", "--time", "80", frontend.name, worker.name)
-        assert [answer.result().status_code for answer in answers] == [200] * 8
+    frontend, worker = composed.frontend, composed.worker
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with accepted(frontend, worker.ranks[1]):
+            started = time.monotonic()
+            stopped = pool.submit(podman, "stop", "--time", "80", frontend.name, worker.name)
+            wait_until(lambda: not frontend.is_ready())
         stopped.result()
     print(f"\ncompose: both ended {time.monotonic() - started:.1f} s after SIGTERM under load")
     assert (frontend.inspect(".State.ExitCode"), worker.inspect(".State.ExitCode")) == (0, 0)
+
+
+def test_a_sweep_ends_and_unmounts_what_a_killed_run_left(start: Start) -> None:
+    container = start("frontend", options=(*MODEL, TMP))
+    pid = container.pid
+    engine("buildah", "mount", engine("buildah", "from", IMAGES["frontend"]))
+    assert mounts()
+    sweep()
+    assert not mounts() and not is_alive(pid)

@@ -12,7 +12,7 @@ from chart import DEPLOY, EVERYTHING, MANIFESTS, NAMES, VALUES, Object, Rendered
 from service import groups
 from service.app import create_probe_app
 from service.cli import _parser
-from service.decoders import max_memory_bytes
+from service.decoders import START_TIMEOUT_S, max_memory_bytes
 from service.engine import Engine
 from service.plan import plan_capacity
 from service.reporter import Reporter
@@ -312,9 +312,9 @@ def test_the_pod_leaves_the_endpoints_before_it_stops_listening(rendered: Render
     assert rendered.frontend["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
 
 
-def test_startup_has_time_for_the_slab_and_liveness_is_tight(rendered: Rendered) -> None:
+def test_startup_has_time_to_end_by_itself_and_liveness_is_tight(rendered: Rendered) -> None:
     startup, liveness = rendered.frontend["startupProbe"], rendered.frontend["livenessProbe"]
-    assert startup["failureThreshold"] * startup["periodSeconds"] >= 60
+    assert startup["failureThreshold"] * startup["periodSeconds"] >= 1.5 * START_TIMEOUT_S
     assert liveness["failureThreshold"] * liveness["periodSeconds"] <= 30
 
 

@@ -74,8 +74,9 @@ async def test_settling_answers_each_and_frees_the_rows() -> None:
     batcher.submit([good, bad])
     batch = batcher.take()
     assert batch
-    batcher.settle(batch, done(batch.batch_id, 1))
-    assert (await good.future).submitted_at == good.submitted_at
+    batcher.settle(batch, done(batch.batch_id, 1), "dp")
+    times = await good.future
+    assert (times.submitted_at, times.mode) == (good.submitted_at, "dp")
     with pytest.raises(NonFiniteOutput):
         await bad.future
     for each in (good, bad):
@@ -122,6 +123,6 @@ def test_stages_are_the_slowest_ranks_and_end_together() -> None:
         wire.Done(batch_id=1, non_finite=[], forward_s=2.0, all_gather_s=1.25),  # waits a second for the other
         wire.Done(batch_id=1, non_finite=[], forward_s=3.0, all_gather_s=0.25),
     ]
-    times = EntryTimes(submitted_at=5.0, dispatched_at=6.5, settled_at=10.0, replies=replies)
+    times = EntryTimes(submitted_at=5.0, dispatched_at=6.5, settled_at=10.0, replies=replies, mode="tp")
     assert times.stages == {"queue": (5.0, 6.5), "forward": (6.75, 9.75), "all_gather": (9.75, 10.0)}
     assert times.rank_0_forward == (6.75, 8.75)
