@@ -1,6 +1,7 @@
 #!/bin/sh
 # Writes the lists of hashed wheels that the images install: docker/lock.sh WHEELS
-# WHEELS is a folder, or the URL of an index, that has PyTorch's CPU build for CPython 3.11. Needs uv (extra `operations`).
+# WHEELS is a folder, or the URL of an index, that has PyTorch's CPU build for CPython 3.11. Needs uv, which
+# `python tests/operations/tools.py` puts into .operations/venv/bin.
 set -eu
 cd "$(dirname "$0")/.."
 

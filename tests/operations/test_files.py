@@ -32,6 +32,31 @@ def pins(path: Path) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
 
 
+def packages(extras: set[str]) -> set[str]:
+    """What the project needs with these extras, and what that needs in turn; without what torch needs."""
+    found: set[tuple[str, str]] = set()
+    waiting = {("tpvision", extra) for extra in extras}
+    while waiting:
+        found |= waiting
+        needed = {
+            (each.name.lower().replace("_", "-"), extra)
+            for name, asked in waiting
+            for each in map(Requirement, requires(name) or [])
+            if name != "torch"
+            and (each.marker is None or each.marker.evaluate({"extra": asked, "python_version": "3.11"}))
+            for extra in {"", *each.extras}
+        }
+        waiting = needed - found
+    return {name for name, _ in found} - {"tpvision"}
+
+
+def test_lists_have_all_that_is_needed_and_nothing_else() -> None:
+    frontend, cpu, cuda = (pins(DOCKER / f"requirements-{name}.txt") for name in LISTS)
+    assert frontend.keys() == packages(LISTS["frontend"]), "write the lists again: docker/lock.sh"
+    assert packages(LISTS["worker-cpu"]) <= cpu.keys() & cuda.keys(), "write the lists again: docker/lock.sh"
+    assert frontend.items() <= cpu.items() and cpu.items() <= cuda.items()
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_has_what_the_project_needs_in_the_versions_that_it_was_tested_with(name: str) -> None:
     listed, tested = pins(DOCKER / f"requirements-{name}.txt"), pins(ROOT / "constraints.txt")
