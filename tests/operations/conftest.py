@@ -1,4 +1,4 @@
-"""After `pytest -m operations`: a table of which checks ran, and which could not and why."""
+"""After `pytest -m operations`: a table of which checks ran, which could not and why, and what was measured."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ class Check:
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
     seconds: float = 0.0
     reasons: set[str] = field(default_factory=set)  # why it was skipped
+    figures: list[str] = field(default_factory=list)  # that it measured, by the fixture record_property
 
     @property
     def result(self) -> str:
@@ -34,10 +35,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 check.outcomes[outcome] += 1
             if outcome == "skipped":
                 check.reasons.add(report.longrepr[2].removeprefix("Skipped: "))
+            if report.when == "call":
+                check.figures += [f"{name}: {value}" for name, value in report.user_properties]
     terminalreporter.section("operator's kit: what ran")
     for (module, name), check in sorted(checks.items()):
         line = f"{module:<12} {name:<86} {check.result:>11} {check.seconds:6.1f} s"
         terminalreporter.write_line("  ".join([line, *sorted(check.reasons)]))
+    for figure in sorted(figure for check in checks.values() for figure in check.figures):
+        terminalreporter.write_line(figure)
 
 
 def _place(nodeid: str) -> tuple[str, str]:

@@ -188,17 +188,23 @@ class Container:
         return json.loads(podman("container", "inspect", "--format", "{{json " + path + "}}", self.name))
 
     def wait_ready(self) -> "Container":
+        return self.wait_for("/readyz")
+
+    def wait_for(self, probe: str) -> "Container":
         if not self.client.base_url.host:  # one that is being restarted publishes nothing, and then the same again
             self.client.base_url = httpx.URL("http://" + podman("port", self.name, "8000").splitlines()[0])
         deadline = time.monotonic() + READY_S
-        while not self.is_ready():
-            assert time.monotonic() < deadline, f"{self.name} did not become ready:\n{self.log()}"
+        while not self.answers(probe):
+            assert time.monotonic() < deadline, f"{self.name} does not answer {probe}:\n{self.log()}"
             time.sleep(0.05)
         return self
 
     def is_ready(self) -> bool:
+        return self.answers("/readyz")
+
+    def answers(self, probe: str) -> bool:
         try:
-            return self.client.get("/readyz").status_code == 200
+            return self.client.get(probe).status_code == 200
         except httpx.TransportError:
             return False
 

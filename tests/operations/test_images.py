@@ -1,6 +1,6 @@
 """The images of docker/Dockerfile, really built and run as a hardened container: start, work, drain, recover.
 
-`pytest -m 'operations and slow' -s tests/operations/test_images.py` prints sizes and times.
+`pytest -m 'operations and slow' tests/operations/test_images.py` prints sizes and times below its table.
 """
 
 import concurrent.futures
@@ -31,14 +31,13 @@ NUM_REQUESTS = 16
 LISTS = {"frontend": ["frontend"], "worker": ["frontend", "worker-cpu"], "combined": ["frontend", "worker-cpu"]}
 MODEL = ("--volume", f"{GOLDEN}:/models:ro", "--env", "TPVISION_MODEL__PATH=/models/tiny-k3-f32")
 
+Record = Callable[[str, object], None]
 Start = Callable[..., Container]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _images() -> Iterator[None]:
     with built_images():
-        for target, image in IMAGES.items():
-            print(f"\n{target}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB", end="")
         yield
 
 
@@ -56,12 +55,18 @@ def start() -> Iterator[Start]:
         container.remove()
 
 
-def start_combined(start: Start) -> Container:
+@pytest.fixture
+def combined(start: Start, record_property: Record) -> Container:
+    """Two ranks of the tiny model, ready."""
     options = (*MODEL, TMP, "--publish", "127.0.0.1::8000", "--env", "TPVISION_PARALLEL__TENSOR=2")
     started = time.monotonic()
     container = start("combined", options=options).wait_ready()
-    print(f"\ncombined: ready {time.monotonic() - started:.1f} s after its start, two ranks of the tiny model")
+    record_property("combined, start to ready", seconds_since(started))
     return container
+
+
+def seconds_since(moment: float) -> str:
+    return f"{time.monotonic() - moment:.1f} s"
 
 
 def embeddings(answer: httpx.Response) -> npt.NDArray[np.float32]:
@@ -77,8 +82,9 @@ def output_of(image: str, *command: str) -> str:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_says_what_it_is(image: str) -> None:
+def test_an_image_says_what_it_is(image: str, record_property: Record) -> None:
     (inspected,) = json.loads(podman("image", "inspect", IMAGES[image]))
+    record_property(f"{image}, size", f"{inspected['Size'] / 1e6:.0f} MB")
     config = inspected["Config"]
     user, group = map(int, config["User"].split(":"))
     assert user >= 10_000 and group >= 10_000
@@ -112,16 +118,15 @@ def test_the_front_end_has_no_torch_and_the_worker_has() -> None:
     assert found == {"frontend": "False", "worker": "True", "combined": "True"}
 
 
-def test_the_combined_image_encodes_as_the_same_code_outside_does(start: Start, start_service: Any) -> None:
-    container = start_combined(start)
-    assert container.is_healthy()
-    answer = container.encode(PHOTOGRAPH.read_bytes())
+def test_the_combined_image_encodes_as_the_same_code_outside_does(combined: Container, start_service: Any) -> None:
+    assert combined.is_healthy()
+    answer = combined.encode(PHOTOGRAPH.read_bytes())
     assert images_of(answer)[0]["original_size"] == [1280, 960]
     outside: RunningService = start_service("--model", str(GOLDEN / "tiny-k3-f32"), "--tp", "2")
     expected = embeddings(outside.encode(PHOTOGRAPH.read_bytes()))
     np.testing.assert_allclose(embeddings(answer), expected, atol=1e-4)
     with pytest.raises(AssertionError, match="Read-only file system"):
-        podman("exec", container.name, "touch", "/opt/tpvision/new")
+        podman("exec", combined.name, "touch", "/opt/tpvision/new")
 
 
 @contextlib.contextmanager
@@ -138,40 +143,40 @@ def accepted(container: Container, rank: int) -> Iterator[None]:
         assert [answer.result().status_code for answer in answers] == [200] * NUM_REQUESTS
 
 
-def test_sigterm_under_load_finishes_what_was_accepted(start: Start) -> None:
-    container = start_combined(start)
-    below = descendants(container.pid)
-    with accepted(container, container.ranks[1]):
+def test_sigterm_under_load_finishes_what_was_accepted(combined: Container, record_property: Record) -> None:
+    below = descendants(combined.pid)
+    with accepted(combined, combined.ranks[1]):
         started = time.monotonic()
-        container.kill(signal.SIGTERM)
-        wait_until(lambda: not container.is_ready())
-    answered_s = time.monotonic() - started
-    assert container.wait() == 0
-    ended_s = time.monotonic() - started
-    print(f"\nSIGTERM: last of {NUM_REQUESTS} answers after {answered_s:.1f} s, exit 0 after {ended_s:.1f} s")
+        combined.kill(signal.SIGTERM)
+        wait_until(lambda: not combined.is_ready())
+    record_property(f"combined, SIGTERM to the last of {NUM_REQUESTS} answers", seconds_since(started))
+    assert combined.wait() == 0
+    record_property("combined, SIGTERM under that load to exit 0", seconds_since(started))
     assert not any(is_alive(pid) for pid in below)
 
 
-def test_an_idle_container_ends_soon_after_sigterm(start: Start) -> None:
-    container = start_combined(start)
+def test_an_idle_container_ends_soon_after_sigterm(combined: Container, record_property: Record) -> None:
     started = time.monotonic()
-    container.kill(signal.SIGTERM)
-    assert container.wait() == 0
-    print(f"\nSIGTERM: exit 0 of an idle container after {time.monotonic() - started:.1f} s")
+    combined.kill(signal.SIGTERM)
+    assert combined.wait() == 0
+    record_property("combined, SIGTERM when idle to exit 0", seconds_since(started))
 
 
-def test_a_killed_rank_comes_back(start: Start) -> None:
-    container = start_combined(start)
-    ranks = container.ranks
+def test_a_killed_rank_comes_back(combined: Container, record_property: Record) -> None:
+    ranks = combined.ranks
     started = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
-    wait_until(lambda: not container.is_ready())
-    assert not container.is_healthy()
-    container.wait_ready()
-    assert container.is_healthy()
-    print(f"\na killed rank: ready again after {time.monotonic() - started:.1f} s")
-    assert container.encode(GOOD).status_code == 200
-    assert len(container.ranks) == 2 and not set(ranks) & set(container.ranks)
+    wait_until(lambda: not combined.is_ready())
+    combined.wait_ready()
+    record_property("combined, killed rank to ready", seconds_since(started))
+    assert combined.is_healthy()
+    assert combined.encode(GOOD).status_code == 200
+    assert len(combined.ranks) == 2 and not set(ranks) & set(combined.ranks)
+
+
+def test_a_front_end_without_a_worker_is_alive_and_not_healthy(start: Start) -> None:
+    container = start("frontend", options=(*MODEL, TMP, "--publish", "127.0.0.1::8000")).wait_for("/livez")
+    assert not container.is_ready() and not container.is_healthy()
 
 
 @pytest.mark.parametrize(
@@ -208,13 +213,13 @@ class Composed:
 
 
 @pytest.fixture
-def composed() -> Iterator[Composed]:
+def composed(record_property: Record) -> Iterator[Composed]:
     composed = Composed()
     try:
         started = time.monotonic()
         composed.run("up", "--detach", "--no-build")
         composed.frontend.wait_ready()
-        print(f"\ncompose: ready {time.monotonic() - started:.1f} s after `up`, two ranks of the tiny model")
+        record_property("composed, `up` to ready", seconds_since(started))
         yield composed
     finally:
         composed.stop()
@@ -235,7 +240,7 @@ def test_front_end_and_worker_share_nothing_but_a_folder_and_outlive_each_other(
     assert frontend.wait_ready().encode(GOOD).status_code == 200
 
 
-def test_both_told_to_stop_at_once_finish_what_was_accepted(composed: Composed) -> None:
+def test_both_told_to_stop_at_once_finish_what_was_accepted(composed: Composed, record_property: Record) -> None:
     frontend, worker = composed.frontend, composed.worker
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with accepted(frontend, worker.ranks[1]):
@@ -243,7 +248,7 @@ def test_both_told_to_stop_at_once_finish_what_was_accepted(composed: Composed) 
             stopped = pool.submit(podman, "stop", "--time", "80", frontend.name, worker.name)
             wait_until(lambda: not frontend.is_ready())
         stopped.result()
-    print(f"\ncompose: both ended {time.monotonic() - started:.1f} s after SIGTERM under load")
+    record_property(f"composed, SIGTERM with {NUM_REQUESTS} accepted to the end of both", seconds_since(started))
     assert (frontend.inspect(".State.ExitCode"), worker.inspect(".State.ExitCode")) == (0, 0)
 
 
