@@ -100,7 +100,7 @@ def built_images() -> Iterator[None]:
 
 def sweep() -> None:
     """Ends and unmounts all that podman and buildah hold in our storage; images stay."""
-    podman("rm", "--all", "--force", "--time", "0")
+    podman("rm", "--all", "--force", "--volumes", "--time", "0")
     engine("buildah", "rm", "--all")
     for point in reversed(mounts()):
         engine("umount", "--lazy", point)
@@ -235,4 +235,4 @@ class Container:
 
     def remove(self) -> None:
         self.client.close()
-        podman("rm", "--force", "--ignore", "--time", "0", self.name)
+        podman("rm", "--force", "--ignore", "--volumes", "--time", "0", self.name)

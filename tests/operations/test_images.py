@@ -175,7 +175,8 @@ def test_a_killed_rank_comes_back(combined: Container, record_property: Record) 
 
 
 def test_a_front_end_without_a_worker_is_alive_and_not_healthy(start: Start) -> None:
-    container = start("frontend", options=(*MODEL, TMP, "--publish", "127.0.0.1::8000")).wait_for("/livez")
+    options = (*MODEL, TMP, "--volume=/run/tpvision", "--publish", "127.0.0.1::8000")
+    container = start("frontend", options=options).wait_for("/livez")
     assert not container.is_ready() and not container.is_healthy()
 
 
