@@ -1,5 +1,6 @@
-"""The chart as the tests see it: rendered with a values file, as text or as Kubernetes objects."""
+"""deploy/ as the tests see it: the chart rendered with a values file, as text or as Kubernetes objects."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def helm_template(*values: Path, chart: Path = CHART, release: str = "tpvision")
     files = [word for path in values for word in ("--values", path)]
     printed = run(tool("helm"), "template", release, chart, "--namespace", "tpvision", *files)
     return "\n".join(line for line in printed.splitlines() if not line.startswith("level=INFO ")) + "\n"
+
+
+def anchors(path: Path) -> set[str]:
+    """Where links into a Markdown file may lead."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 class _Loader(yaml.SafeLoader):
