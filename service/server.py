@@ -86,7 +86,8 @@ async def serve(
     spans = _export_spans(settings)
     reporter = Reporter(engine.metrics, spans)
     app = create_app(settings, engine, reporter)
-    _warn_if_open(settings, listeners[0])
+    bound = listeners[0].getsockname()  # now: a reload may come when it is closed
+    _warn_if_open(settings, bound)
     tables = [ConnectionTable(max_connections) for _ in listeners]
     apps = [app, create_probe_app(engine, reporter)][: len(listeners)]
     servers = [Server(_uvicorn_config(engine, app, table, reporter)) for app, table in zip(apps, tables, strict=True)]
@@ -97,7 +98,7 @@ async def serve(
         max_connections = _allow_connections(settings.limits.max_connections)
         for table in tables:
             table.max_connections = max_connections
-        _warn_if_open(settings, listeners[0])
+        _warn_if_open(settings, bound)
 
     await engine.start()
     pairs = zip(servers, listeners, strict=True)
@@ -127,6 +128,8 @@ async def serve(
     for end in ends:
         if isinstance(end, Exception):
             raise end
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its default would end a drained process as if it had failed
     if engine.failure.done():
         log.error("the service failed: %s", engine.failure.result())
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
@@ -263,8 +266,8 @@ def _listen(settings: Settings) -> list[socket.socket]:
     return [_bind(server.host, port) for port in ports]
 
 
-def _warn_if_open(settings: Settings, listener: socket.socket) -> None:
-    address, port, *_ = listener.getsockname()
+def _warn_if_open(settings: Settings, bound: Any) -> None:
+    address, port, *_ = bound
     if settings.server.api_keys_file is None and not ipaddress.ip_address(address).is_loopback:
         log.warning(
             "ANYONE who reaches %s port %d may use this service: server.api_keys_file is not set",

@@ -176,6 +176,16 @@ def test_who_still_sends_is_refused_at_once_and_does_not_hold_the_drain(tmp_path
     assert not [line for line in service.log if "Traceback" in line]
 
 
+def test_reloads_do_not_disturb_the_end(tmp_path: Path) -> None:
+    with PlayedService(tmp_path) as service:
+        service.process.send_signal(signal.SIGTERM)
+        while service.process.poll() is None:
+            service.process.send_signal(signal.SIGHUP)
+            time.sleep(0.01)
+        assert service.process.wait() == 0
+    assert not [line for line in service.log if "Traceback" in line]
+
+
 @contextlib.contextmanager
 def unread_answer(service: RunningService) -> Iterator[None]:
     """A client that asks for 10 MB and does not read them."""
