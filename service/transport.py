@@ -24,6 +24,7 @@ LOSSES: tuple[Loss, ...] = get_args(Loss)
 
 _HELLO_TIMEOUT_S = 10.0
 _BACKLOG = 64
+_ACCEPT_PAUSE_S = 1.0
 
 
 class GroupLost(Exception):
@@ -186,7 +187,12 @@ class ControlServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:  # no more open files, say: the rank waits meanwhile
+                log.error("a rank cannot be let in now: %s", error.strerror)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             self._spawn(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -217,6 +218,20 @@ def test_strangers_are_turned_away_and_others_still_join(tmp_path: Path, frame: 
             (await listening.join(hello(0))).close()
 
     asyncio.run(run())
+
+
+@on_a_loop
+async def test_a_rank_that_comes_while_there_is_no_file_left_is_let_in_later(path: Path) -> None:
+    async with Listening(path) as listening:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket(socket.AF_UNIX) as rank, contextlib.closing(rank.dup()) as spare:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare.fileno(), hard))  # so many, and no more
+            try:
+                rank.connect(str(path))
+                await asyncio.sleep(0.1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        (await listening.join(hello(0))).close()
 
 
 def test_a_file_at_the_path_is_left_alone(tmp_path: Path) -> None:
