@@ -25,6 +25,7 @@ log = logging.getLogger("tpvision.launcher")
 _BACK_OFF_S = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
 _PAUSE_S = 1.0  # before a start after a clean end
 _SHUTDOWN_GRACE_S = 5
+_NOT_STARTED = -1
 _ROOT = Path(__file__).parents[1]  # where `tp` can be imported from, installed or not
 
 
@@ -128,9 +129,13 @@ class GroupLauncher:
         self._is_excused = False
         self._is_ready.clear()
         self.num_launches += 1
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:  # no memory, processes or files for another one, which may pass
+            self._kill_reason = f"torchrun cannot be started: {error.strerror}"
+            return _NOT_STARTED
         if self._stopping.is_set():
             await self.kill()
         guard = asyncio.create_task(self._kill_unless_ready())

@@ -1,6 +1,7 @@
 """The launcher's devices, and its budget with a short program in torchrun's place."""
 
 import asyncio
+import errno
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_ranks_that_end_while_they_start_burn_the_budget(status: int) -> None:
         asyncio.run(asyncio.wait_for(launcher.run(), 30))
     first, second, third = launcher.launched
     assert second - first > 0.2 and third - second > 1
+
+
+def test_a_start_that_the_machine_does_not_allow_burns_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    launcher = Launcher(WAIT, max_restarts=1)
+    with pytest.raises(BudgetSpentError, match=r"lost 2 times .* cannot be started: Resource temporarily unavailable"):
+        asyncio.run(asyncio.wait_for(launcher.run(), 30))
 
 
 def test_workers_of_a_front_end_elsewhere_pause_after_a_clean_end() -> None:
