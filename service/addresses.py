@@ -60,6 +60,7 @@ def check_url(text: str, rules: UrlSettings) -> Target:
         raise InvalidRequest(f"the URL has more than {MAX_URL_CHARS} characters")
     try:
         url = httpx.URL(text)
+        raw_host = url.raw_host.decode("ascii")
     except (httpx.InvalidURL, UnicodeError):
         raise _malformed() from None
     schemes = ("http", "https") if rules.allow_http else ("https",)
@@ -70,7 +71,7 @@ def check_url(text: str, rules: UrlSettings) -> Target:
     port = _DEFAULT_PORTS[url.scheme] if url.port is None else url.port
     if port not in rules.allowed_ports:
         raise InvalidRequest("the URL has a port that nothing is fetched from")
-    host, literal = _read_host(url.raw_host.decode("ascii").removesuffix("."))
+    host, literal = _read_host(raw_host.removesuffix("."))
     if rules.allowed_hosts and not any(_matches(host, pattern) for pattern in rules.allowed_hosts):
         raise InvalidRequest("the URL's host is not one of those that are fetched from")
     return Target(url.copy_with(host=host, fragment=None), host, port, literal)

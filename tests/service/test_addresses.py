@@ -184,6 +184,7 @@ def test_http_where_it_is_allowed() -> None:
         "https://127.0.0.1%00.example/",
         "https://[127.0.0.1]/",
         "https://[::1/",
+        "https://[fe80::1%25eth0]é]/",
         "https://a..example/",
         "https://.example/",
         "https://*/",
