@@ -61,7 +61,11 @@ class SystemResolver:
                 loop.call_soon_threadsafe(settle, found)
 
         await self._places.acquire()
-        threading.Thread(target=look_up, name="name lookup", daemon=True).start()
+        try:
+            threading.Thread(target=look_up, name="name lookup", daemon=True).start()
+        except RuntimeError as error:  # no more threads are allowed
+            self._places.release()
+            raise OSError("no thread for a name lookup") from error
         return await answer
 
 

@@ -15,6 +15,7 @@ log = logging.getLogger("tpvision.keys")
 
 _CHECK_S = 1.0
 _READ_TIMEOUT_S = 10.0  # its disk may hang
+_MAX_BYTES = 2**20  # each request is compared with all of its keys
 
 _Signature = tuple[int, int, int, int]  # tells one content of a file from another without reading it
 
@@ -62,7 +63,7 @@ class KeyRing:
         """Reload in a thread; where the file gives no answer in time, say so."""
         try:
             await self._thread.run(self.reload)
-        except TimeoutError as error:
+        except (TimeoutError, RuntimeError) as error:  # the latter without room for a thread
             log.error("the API key file %s: %s; the %d old keys stay valid", self._path, error, len(self._digests))
 
 
@@ -79,6 +80,8 @@ def _read(path: Path) -> tuple[frozenset[bytes], _Signature]:
         status = path.stat()  # before reading: a later write is then noticed
         if not stat.S_ISREG(status.st_mode):
             raise KeysError(f"the API key file {path} cannot be read: not a regular file")
+        if status.st_size > _MAX_BYTES:
+            raise KeysError(f"the API key file {path} has more than {_MAX_BYTES} bytes")
         lines = [line.strip() for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()]
     except OSError as error:
         raise KeysError(f"the API key file {path} cannot be read: {error.strerror}") from error

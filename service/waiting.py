@@ -50,6 +50,6 @@ class DaemonThread:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._idle.set)
 
+        threading.Thread(target=call, daemon=True).start()  # raises RuntimeError where no more are allowed
         self._idle.clear()
-        threading.Thread(target=call, daemon=True).start()
         return outcome

@@ -275,6 +275,23 @@ def test_names_without_an_answer_hold_up_no_others(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
+def test_lookups_without_room_for_a_thread_keep_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        resolve = SystemResolver()
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            for _ in range(101):
+                with pytest.raises(OSError, match="no thread"):
+                    await resolve("localhost", 80)
+        async with asyncio.timeout(5):
+            assert ip_address(PUBLIC) in await resolve("localhost", 80)
+
+    asyncio.run(run())
+
+
 def test_a_product_fetcher_has_the_real_predicate_and_resolver() -> None:
     fetcher = Fetcher(UrlSettings(fetch="on"))
     assert (type(fetcher._resolve), fetcher._is_allowed) == (SystemResolver, is_public)

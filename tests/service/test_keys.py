@@ -64,6 +64,13 @@ def test_a_file_that_may_block_is_refused(tmp_path: Path) -> None:
             KeyRing.read(path)
 
 
+def test_a_file_that_is_too_large_is_refused_unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.truncate(path, 2**40)
+    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(KeysError, match="more than 1048576 bytes"):
+        KeyRing.read(path)
+
+
 def test_no_key_can_be_seen_in_the_ring(path: Path) -> None:
     keys = KeyRing.read(path)
     assert "first-key" not in repr(keys) + repr(vars(keys))
@@ -148,6 +155,19 @@ def test_a_file_that_gives_no_answer_keeps_the_old_keys_and_is_told_of(
         assert keys.holds("third-key") and not keys.holds("first-key")
 
     asyncio.run(follow())
+
+
+def test_without_room_for_a_thread_the_old_keys_stay(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    keys = KeyRing.read(path)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    asyncio.run(keys.follow())
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("can't start new thread; the 2 old keys stay valid")
 
 
 @pytest.fixture(scope="module")

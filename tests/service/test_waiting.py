@@ -42,6 +42,21 @@ def test_while_one_hangs_no_other_is_started() -> None:
     asyncio.run(check())
 
 
+def test_without_room_for_a_thread_it_says_so_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        thread = DaemonThread(0.5)
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await thread.run(lambda: 7)
+        assert await thread.run(lambda: 7) == 7
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize(
     "wait", ["await thread.run(hang)", "asyncio.create_task(thread.run(hang)); await asyncio.sleep(0.05)"]
 )
