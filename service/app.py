@@ -23,6 +23,7 @@ from service.engine import Engine
 from service.fetch import Fetcher
 from service.keys import KeyRing
 from service.openapi import BEFORE_ROUTES, error_responses, openapi_document
+from service.playground import add_playground
 from service.record import CLIENT_GONE, UNKNOWN_ROUTE, RequestRecord
 from service.reporter import Reporter
 from service.routes import GoneError, engine_of, router
@@ -56,6 +57,8 @@ def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAP
     set_keys(app, read_keys(settings))
     app.state.fetcher = Fetcher(settings.urls) if settings.urls.fetch == "on" else None
     app.state.started_at = time.time()
+    if settings.server.playground == "on":
+        add_playground(app)
     _add_error_handlers(app)
     if settings.server.cors_origins:
         app.add_middleware(

