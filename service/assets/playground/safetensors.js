@@ -2,16 +2,20 @@
 
 const WIDEN = {
   float32: (buffer, start, length) => new Float32Array(buffer, start, length),
-  bfloat16: (buffer, start, length) => {
-    const bits = Uint32Array.from(new Uint16Array(buffer, start, length), (half) => half << 16);
-    return new Float32Array(bits.buffer);
-  },
+  bfloat16: (buffer, start, length) => fromHalves(new Uint16Array(buffer, start, length), (half) => half << 16),
   float16: (buffer, start, length) => {
-    const sign = (half) => (half & 0x8000) << 16;
-    const bits = Uint32Array.from(new Uint16Array(buffer, start, length), (half) => sign(half) | ((half & 0x7fff) << 13));
-    return new Float32Array(bits.buffer).map((value) => value * 2 ** 112); // the exponents' biases: 127 - 15
+    const halves = new Uint16Array(buffer, start, length);
+    const values = fromHalves(halves, (half) => ((half & 0x8000) << 16) | ((half & 0x7fff) << 13));
+    return values.map((value) => value * 2 ** 112); // what the biases of the exponents differ by: 127 - 15
   },
 };
+
+/** Values of two bytes as float32, by what they are as bits of one. */
+function fromHalves(halves, toBits) {
+  const bits = new Uint32Array(halves.length); // and not .from(), which makes a list of objects first
+  for (let index = 0; index < halves.length; index += 1) bits[index] = toBits(halves[index]);
+  return new Float32Array(bits.buffer);
+}
 
 /** `geometry` is the image's entry of `images`; `start` and `end` are the embeddings' bytes in the buffer. */
 export function readHeader(buffer) {

@@ -41,7 +41,7 @@ function normalised(values, hidden) {
   const mean = new Float64Array(hidden);
   for (let start = 0; start < values.length; start += hidden) {
     const row = values.subarray(start, start + hidden);
-    row.forEach((value, index) => (mean[index] += value));
+    for (let index = 0; index < hidden; index += 1) mean[index] += row[index];
     scaleToUnit(row);
   }
   return { rows: values, pooled: scaleToUnit(mean), hidden };

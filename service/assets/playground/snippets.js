@@ -8,9 +8,10 @@ import { encodePath } from "./api.js";
  */
 export function curl(requests, { base, hasKey }) {
   const commands = requests.flatMap(({ fileName, oversize, download }, index) => {
-    const get = download && [`curl -sS --fail-with-body ${quoted(download)}`, `-o ${quoted(fileName)}`];
+    const get = download && ["curl -sS --fail-with-body", quoted(download), `-o ${quoted(fileName)}`];
     const post = [
-      `curl -sS --fail-with-body ${quoted(new URL(encodePath(oversize), base).href)}`,
+      "curl -sS --fail-with-body",
+      quoted(new URL(encodePath(oversize), base).href),
       `--data-binary ${quoted(`@${fileName}`)}`,
       ...(hasKey ? [`-H "Authorization: Bearer $TPVISION_API_KEY"`] : []),
       `-o tokens${requests.length === 2 ? `-${"ab"[index]}` : ""}.safetensors`,
@@ -39,8 +40,9 @@ export function python(requests, { base, hasKey }) {
 }
 
 const PAIR = [
-  "pooled = [embedding.numpy().mean(axis=0) for embedding in (a, b)]",
-  "print(pooled[0] @ pooled[1] / np.linalg.norm(pooled[0]) / np.linalg.norm(pooled[1]))",
+  "pooled_a, pooled_b = a.numpy().mean(axis=0), b.numpy().mean(axis=0)",
+  "norms = np.linalg.norm(pooled_a) * np.linalg.norm(pooled_b)",
+  "print(pooled_a @ pooled_b / norms)",
 ];
 
 const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
