@@ -43,7 +43,8 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
             if once:
                 stop.set()
             else:
-                console.print(f"\nStill serving; end it with Ctrl-C. In a browser: {url}/. The same again, or yours:\n")
+                console.print(f"\nStill serving, in a browser too: {url}/ (end it with Ctrl-C)")
+                console.print("The same again, or with a picture of yours:\n")
                 console.print(f"  curl -s {url}/v1/encode --data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
 
         return await serve(settings, read_spec(folder), on_ready=on_ready, stop=stop)

@@ -401,8 +401,7 @@ def test_it_works_below_a_prefix(browser: Browser, service: RunningService, tmp_
             nginx.terminate()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark"), (1280, "light"), (1280, "dark")])
 def test_it_fits_the_screen(page: Browser, service: RunningService, width: int, scheme: str) -> None:
     page.open(f"{service.url}/", width=width, height=800, scheme=scheme)
     page.wait_for("#served", "bfloat16")
@@ -432,3 +431,5 @@ def test_everything_that_can_be_used_has_a_name_and_comes_in_order(page: Browser
             page.run("const { id, className, tagName } = document.activeElement; return id || className || tagName")
         )
     assert order == ["A", "A", "A", "policy", "key", "strength", "grid", "file", "remove"]
+    page.press(Keys.ENTER)
+    assert page.driver.switch_to.active_element.text == "Image A"  # and not lost with the button

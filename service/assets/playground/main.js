@@ -7,15 +7,14 @@ import { Panel } from "./panel.js";
 import { curl, python } from "./snippets.js";
 
 const part = (id) => document.getElementById(id);
+const ignore = () => {}; // what is shown already
 const announce = (text) => (part("announcer").textContent = text);
-
-let service = null; // a promise of { model, capacity }
 
 const comparison = new Comparison(announce);
 const options = {
   announce,
   comparison,
-  capacity: async () => (await service).capacity,
+  capacity: connect,
   key: () => part("key").value,
   oversize: () => part("policy").value,
   onFiles: openFiles,
@@ -26,16 +25,17 @@ const panels = [
   new Panel("B", "A second picture, to compare it with the first.", options),
 ];
 
-/** Say what is served, and offer the policies that are allowed. */
+/** Say what is served, offer the policies that are allowed, and give the capacity in force, which a reload may change. */
 async function connect() {
-  service = describe(part("key").value);
   try {
-    const { model, capacity } = await service;
+    const { model, capacity } = await describe(part("key").value);
     const tiers = capacity.tiers.map(({ patches }) => count(patches)).join(" · ");
     part("served").textContent = `${model.id}, ${model.dtype}, ${count(model.dimensions)} numbers a token; tiers of ${tiers} patches`;
     offerPolicies(capacity);
+    return capacity;
   } catch (error) {
     part("served").textContent = error.status === 401 ? "This service needs an API key: type it below." : error.message;
+    throw error;
   }
 }
 
@@ -84,7 +84,7 @@ function listenToControls() {
   part("controls").addEventListener("submit", (event) => event.preventDefault());
   part("key").addEventListener("change", async () => {
     showSnippets();
-    await connect();
+    await connect().catch(ignore);
     panels.filter((panel) => panel.hasPicture && !panel.isEncoded).forEach((panel) => panel.encode());
   });
   part("policy").addEventListener("change", () => {
@@ -122,4 +122,4 @@ function listenToFiles() {
 
 listenToControls();
 listenToFiles();
-connect();
+connect().catch(ignore);

@@ -21,8 +21,9 @@ export class Panel {
   isEncoded = false;
 
   /**
-   * `options`: `key()` and `oversize()` are those to use, `capacity()` is a promise; `announce(text)` is for screen
-   * readers; `onFiles(files, panel)` and `onChange()` are called when people choose files and when something else is shown.
+   * `options`: `key()` and `oversize()` are those to use, `capacity()` promises the one in force; `announce(text)` is for
+   * screen readers; `onFiles(files, panel)` and `onChange()` are called when files are chosen and when something else is
+   * shown; `comparison` is the page's.
    */
   constructor(name, emptyText, options) {
     this.name = name;
@@ -31,6 +32,7 @@ export class Panel {
     this.#find("h2").textContent = `Image ${name}`;
     this.#find("h2").id = `panel-${name}`;
     this.#root.setAttribute("aria-labelledby", `panel-${name}`);
+    this.#find(".map").setAttribute("aria-label", `Image ${name}`);
     this.#find(".empty").textContent = emptyText;
     this.map = new TokenMap(this.#find(".map"), {
       onMove: (token) => options.comparison.move(name, token),
@@ -71,7 +73,9 @@ export class Panel {
       this.#bitmap = bitmap;
       if (bitmap) this.map.preview(bitmap);
       this.#show({ picture: bitmap !== null, progress: true, remove: true });
-      await this.#showAnswer(await encode(this.#file, { key: this.#options.key(), oversize, signal }));
+      const answer = await encode(this.#file, { key: this.#options.key(), oversize, signal });
+      const capacity = await this.#options.capacity();
+      if (!signal.aborted) await this.#showAnswer(answer, capacity);
     } catch (error) {
       if (!signal.aborted) this.#showError(error);
     } finally {
@@ -111,14 +115,19 @@ export class Panel {
       if (input.files.length) this.#options.onFiles([...input.files], this);
       input.value = ""; // so that the same file can be chosen again
     });
-    this.#find(".sample").addEventListener("click", () => this.#openSample());
-    this.#find(".remove").addEventListener("click", () => {
-      this.clear();
-      input.focus();
-    });
-    this.#find(".cancel").addEventListener("click", () => {
+    this.#onClick(this.#find(".sample"), () => this.#openSample());
+    this.#onClick(this.#find(".remove"), () => this.clear());
+    this.#onClick(this.#find(".cancel"), () => {
       this.#abort.abort();
       this.#showError(new CallError("Cancelled here, before there was an answer."));
+    });
+  }
+
+  /** A click takes its button away, so the focus goes to the heading. */
+  #onClick(button, action) {
+    button.addEventListener("click", () => {
+      this.#find("h2").focus();
+      action();
     });
   }
 
@@ -148,11 +157,10 @@ export class Panel {
     return setInterval(tick, 1000);
   }
 
-  async #showAnswer({ body, elapsedMs, requestId, stages }) {
+  async #showAnswer({ body, elapsedMs, requestId, stages }, capacity) {
     const header = readHeader(body);
     const answer = { ...header, numBytes: body.byteLength, requestId };
     const { geometry } = header;
-    const capacity = await this.#options.capacity();
     this.isEncoded = true;
     this.#show({ picture: true, stages: true, remove: true });
     const isDrawn = [this.#bitmap?.width, this.#bitmap?.height].join() === geometry.original_size.join();
@@ -176,7 +184,7 @@ export class Panel {
     list.append(...Object.entries(terms).filter(([, value]) => value).map(definition));
     const again = element("button", "Try again");
     again.type = "button";
-    again.addEventListener("click", retry);
+    this.#onClick(again, retry);
     const wait = error.retryAfterS ? [element("p", `The service asks to wait for ${error.retryAfterS} s.`)] : [];
     this.#find(".error").replaceChildren(element("p", error.message), list, ...wait, again);
   }
