@@ -71,8 +71,8 @@ def check_url(text: str, rules: UrlSettings) -> Target:
     port = _DEFAULT_PORTS[url.scheme] if url.port is None else url.port
     if port not in rules.allowed_ports:
         raise InvalidRequest("the URL has a port that nothing is fetched from")
-    host, literal = _read_host(raw_host.removesuffix("."))
-    if rules.allowed_hosts and not any(_matches(host, pattern) for pattern in rules.allowed_hosts):
+    host, literal = read_host(raw_host.removesuffix("."))
+    if rules.allowed_hosts and not any(matches(host, pattern) for pattern in rules.allowed_hosts):
         raise InvalidRequest("the URL's host is not one of those that are fetched from")
     return Target(url.copy_with(host=host, fragment=None), host, port, literal)
 
@@ -105,8 +105,8 @@ def _behind_nat64(address: IPv6Address) -> IPv4Address | None:
     return IPv4Address(int(address) & 0xFFFF_FFFF) if address in _NAT64 else None
 
 
-def _read_host(host: str) -> tuple[str, Address | None]:
-    """The host as it is compared and sent, and as an address where it is one."""
+def read_host(host: str) -> tuple[str, Address | None]:
+    """A host in lower case as it is compared and sent, and as an address where it is one. Raises InvalidRequest."""
     try:
         literal = ip_address(host)
     except ValueError:
@@ -116,7 +116,7 @@ def _read_host(host: str) -> tuple[str, Address | None]:
     return str(literal), literal
 
 
-def _matches(host: str, pattern: str) -> bool:
+def matches(host: str, pattern: str) -> bool:
     """`*.example.org` matches every name below example.org, and not itself."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 

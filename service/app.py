@@ -21,6 +21,7 @@ from service import errors
 from service.docs_page import add_docs_page
 from service.engine import Engine
 from service.fetch import Fetcher
+from service.handoff.routes import include_handoffs, prepare_handoffs
 from service.keys import KeyRing
 from service.openapi import BEFORE_ROUTES, error_responses, openapi_document
 from service.playground import add_playground
@@ -28,7 +29,7 @@ from service.record import CLIENT_GONE, UNKNOWN_ROUTE, RequestRecord
 from service.reporter import Reporter
 from service.routes import GoneError, engine_of, router
 from service.version import installed_version
-from tp.settings import Settings
+from tp.settings import HandoffSettings, Settings
 
 log = logging.getLogger("tpvision.http")
 
@@ -51,14 +52,15 @@ def create_probe_app(engine: Engine, reporter: Reporter) -> FastAPI:
 
 
 def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAPI:
-    """The application. Raises KeysError when the key file is set and cannot be used."""
-    app = create_routes()
+    """The application. Raises KeysError or HandoffError when the key file or a hand-off is set and cannot be used."""
+    app = create_routes(settings.handoff)
     app.state.engine = engine
     set_keys(app, read_keys(settings))
     app.state.fetcher = Fetcher(settings.urls) if settings.urls.fetch == "on" else None
     app.state.started_at = time.time()
     if settings.server.playground == "on":
         add_playground(app)
+    prepare_handoffs(app, settings.handoff)
     _add_error_handlers(app)
     if settings.server.cors_origins:
         app.add_middleware(
@@ -72,7 +74,7 @@ def create_app(settings: Settings, engine: Engine, reporter: Reporter) -> FastAP
     return app
 
 
-def create_routes() -> FastAPI:
+def create_routes(handoff: HandoffSettings) -> FastAPI:
     """Every route, with nothing behind it yet: enough for the OpenAPI document."""
     app = FastAPI(
         telemetry=_NO_TELEMETRY,
@@ -83,6 +85,7 @@ def create_routes() -> FastAPI:
         redirect_slashes=False,
     )
     app.include_router(router)
+    include_handoffs(app, handoff)
     _add_probes(app)
     add_docs_page(app)
 
@@ -225,4 +228,4 @@ def _answer_error(record: RequestRecord, error: errors.ServiceError, headers: di
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(orjson.dumps(error.as_dict()), error.status, headers, "application/json")
+    return Response(orjson.dumps({**error.as_dict(), **error.beside}), error.status, headers, "application/json")

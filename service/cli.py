@@ -30,6 +30,7 @@ from service.embed_journal import JournalError
 from service.embed_sources import SourceError, find_sources
 from service.extract import ExtractError, Slim, extract
 from service.file_progress import shown
+from service.handoff.routes import HandoffError
 from service.host_memory import available
 from service.keys import KeysError
 from service.logs import start_logging
@@ -74,6 +75,7 @@ _USER_ERRORS = (
     ServeError,
     ControlSocketError,
     KeysError,
+    HandoffError,
     DemoModelError,
     ExtractError,
     ReferenceFileError,
@@ -266,7 +268,7 @@ def run_config_show(arguments: argparse.Namespace) -> int:
 def run_openapi(arguments: argparse.Namespace) -> int:
     """`tpvision openapi`: the OpenAPI document on stdout, as a service under these settings has it."""
     settings = _load(arguments).settings
-    _print_json(openapi_document(create_routes(), needs_keys=settings.server.api_keys_file is not None))
+    _print_json(openapi_document(create_routes(settings.handoff), needs_keys=settings.server.api_keys_file is not None))
     return 0
 
 

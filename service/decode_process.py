@@ -38,7 +38,16 @@ from service.errors import InternalError, InvalidRequest, ServiceError, Undecoda
 from service.geometry import ImagePlan
 from service.header import ImageHeader, Orientation, read_header
 from service.image import Gray16, write_patches
-from service.unpack import EmbeddingsOptions, Frames, Route, Source, unpack_embeddings, unpack_encode
+from service.unpack import (
+    EmbeddingsOptions,
+    Frames,
+    Route,
+    SGLangOptions,
+    Source,
+    unpack_embeddings,
+    unpack_encode,
+    unpack_sglang,
+)
 from tp.process import die_with_parent
 from tp.slab import Run, Slab, SlabLayout
 from tp.spec import ProcessorSpec
@@ -105,7 +114,7 @@ class Unpacked:
     lengths: tuple[int, ...]
     urls: tuple[int, ...]  # indices of those where the output holds a URL
     frames: tuple[int | None, ...]  # for each item: frames of a video chunk, each a file; None: an image, one file
-    options: EmbeddingsOptions | None  # None on /v1/encode, whose options are in the query
+    options: EmbeddingsOptions | SGLangOptions | None  # None on /v1/encode, whose options are in the query
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +200,16 @@ class Decoder:
 
     def _unpack(self, task: UnpackTask, body_fd: int, output_fd: int) -> Unpacked:
         body = _read(body_fd, 0, task.length)
-        options = None
+        options: EmbeddingsOptions | SGLangOptions | None = None
         items: Sequence[Source | Frames]
         if task.route == "encode":
             items = unpack_encode(
                 body, max_images=task.max_images, max_frames=task.max_frames, allow_urls=task.allow_urls
             )
-        else:
+        elif task.route == "embeddings":
             items, options = unpack_embeddings(body, max_images=task.max_images, allow_urls=task.allow_urls)
+        else:
+            items, options = unpack_sglang(body, max_images=task.max_images, allow_urls=task.allow_urls)
         sources = [source for item in items for source in (item if isinstance(item, tuple) else (item,))]
         urls = tuple(index for index, source in enumerate(sources) if isinstance(source, str))
         files = (source.encode() if isinstance(source, str) else source for source in sources)

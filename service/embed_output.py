@@ -7,9 +7,7 @@ Parquet: a row an image, with `code` and `message` where it has no embedding; `e
 Each file is written below a temporary name and renamed when it is whole.
 """
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from service.embed_journal import Entry, Journal
-from service.safetensors_header import Item, file_start
+from service.safetensors_header import DTYPE_NAMES, Item, file_start
 from service.tokens import STORAGE, to_float32
+from service.whole_file import whole_file
 from tp.spec import Dtype
 
 FORMATS = (".safetensors", ".parquet")
 MAX_ENTRIES = 100_000  # a shard; keeps a safetensors header well below the 100 MB that readers take
 _GROUP_BYTES = 64 << 20  # of a Parquet row group
-_DTYPE_NAMES: dict[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ def write_output(journal: Journal, shape: Shape, out: Path, *, shard_bytes: int)
     for number, size in enumerate(sizes, 1):
         entries = list(journal.entries(last, size))
         name = out.name if len(sizes) == 1 else f"{out.stem}-{number:05}-of-{len(sizes):05}{out.suffix}"
-        with _renamed(out.with_name(name)) as partial:
+        with whole_file(out.with_name(name)) as partial:
             write(partial, entries, journal, shape)
         written.append(out.with_name(name))
         last = entries[-1].name
@@ -77,25 +75,12 @@ def _split(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
     yield part
 
 
-@contextlib.contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, which it gets once it is written and on the disk."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _write_safetensors(path: Path, entries: Sequence[Entry], journal: Journal, shape: Shape) -> None:
     images = [entry for entry in entries if not entry.is_error]
     num_rows = sum(entry.num_rows for entry in images)
     grids = np.array([entry.about["grid_thw"] for entry in images], "<i8").reshape(-1, 3)
     items = [
-        Item("embeddings", _DTYPE_NAMES[shape.dtype], (num_rows, shape.hidden), sum(e.num_bytes for e in images)),
+        Item("embeddings", DTYPE_NAMES[shape.dtype], (num_rows, shape.hidden), sum(e.num_bytes for e in images)),
         Item("grid_thw", "I64", grids.shape, grids.nbytes),
     ]
     errors = [{"path": entry.name, "sha256": entry.sha256, **entry.about} for entry in entries if entry.is_error]

@@ -7,9 +7,9 @@
     ├── MethodNotAllowed 405, NotAcceptable 406, RequestTimeout 408, BodyTooLarge 413, UnsupportedImage 415,
     │   HeadersTooLarge 431
     ├── Unprocessable 422 ── UndecodableImage, ImageTooLarge, DecodeTimeout, TooManyPatches, TooManyImages,
-    │                        TooManyFrames, RequestTooLarge, ResponseTooLarge, UrlFetchFailed
+    │                        TooManyFrames, RequestTooLarge, ResponseTooLarge, UrlFetchFailed, PushFailed
     ├── Overloaded 429
-    ├── InternalError 500 ── NonFiniteOutput, EncodeFailed
+    ├── InternalError 500 ── NonFiniteOutput, EncodeFailed, StoreFailed
     ├── NotReady 503 ── WorkersLost
     └── DeadlineExceeded 504
 
@@ -39,6 +39,7 @@ class ServiceError(Exception):
         self.param = param
         self.numbers = dict(numbers or {})
         self.retry_after_s = retry_after_s
+        self.beside: dict[str, Any] = {}  # what a route's answer has beside the error object
 
     @property
     def type(self) -> str:
@@ -178,6 +179,12 @@ class UrlFetchFailed(Unprocessable):
     code = "url_fetch_failed"
 
 
+class PushFailed(Unprocessable):
+    """The embeddings are there, but the receiver that the request names did not take them in time."""
+
+    code = "push_failed"
+
+
 class Overloaded(ServiceError):
     """The queue is full."""
 
@@ -206,6 +213,12 @@ class EncodeFailed(InternalError):
     """The image was in flight each time its worker group was lost."""
 
     code = "encode_failed"
+
+
+class StoreFailed(InternalError):
+    """The embeddings are there, but could not be written where they are to be stored."""
+
+    code = "store_failed"
 
 
 class NotReady(ServiceError):

@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 from service import openapi_examples as examples
 from service import schemas
 from service.errors import BY_CODE
-from service.unpack import EmbeddingsBody, EncodeBody
+from service.unpack import EmbeddingsBody, EncodeBody, SGLangBody
 
 Content = dict[str, Any]
 
@@ -37,6 +37,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 # What any route may answer before the application sees the request: see service.protocol.
 BEFORE_ROUTES = (400, 408, 431)
+
+SGLANG_PATH = "/encode"  # SGLang's own
 
 
 def _reference(kind: str, name: str) -> Content:
@@ -117,6 +119,16 @@ EMBEDDINGS_OPENAPI: Content = {
     },
 }
 
+_HANDED_OFF: Content = {"200": {"content": {"application/json": {"example": examples.HANDOFF_ANSWER}}}}
+CACHE_OPENAPI: Content = {"requestBody": ENCODE_OPENAPI["requestBody"], "responses": _HANDED_OFF}
+SGLANG_OPENAPI: Content = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": _json(SGLangBody, examples.SGLANG_REQUESTS)},
+    },
+    "responses": _HANDED_OFF,
+}
+
 MODELS_RESPONSE: dict[int | str, Content] = {
     200: {"content": {"application/json": {"example": examples.MODELS_ANSWER}}}
 }
@@ -139,7 +151,14 @@ def openapi_document(app: FastAPI, *, needs_keys: bool) -> dict[str, Any]:
 
 def _add_components(document: dict[str, Any]) -> None:
     """What only `openapi_extra` and error answers refer to."""
-    models = (EncodeBody, EmbeddingsBody, schemas.EncodeAnswer, schemas.EmbeddingsAnswer, schemas.ErrorAnswer)
+    models = (
+        EncodeBody,
+        EmbeddingsBody,
+        SGLangBody,
+        schemas.EncodeAnswer,
+        schemas.EmbeddingsAnswer,
+        schemas.ErrorAnswer,
+    )
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
@@ -149,9 +168,9 @@ def _add_components(document: dict[str, Any]) -> None:
 
 
 def _add_security(document: dict[str, Any]) -> None:
-    """Everything below /v1 needs a key."""
+    """All but probes and documents needs a key."""
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in document["paths"].items():
-        if path.startswith("/v1/"):
+        if path.startswith("/v1/") or path == SGLANG_PATH:
             for operation in methods.values():
                 operation["security"] = [{"key": []}]

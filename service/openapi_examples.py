@@ -96,6 +96,21 @@ EMBEDDINGS_ANSWERS = {
     "normalized": _example("normalized: true", _listed(embedding=_UNIT_TOKEN)),
     "tokens": _example("pooling: none", _listed(embedding=[_TOKEN])),
 }
+HANDOFF_ANSWER = {"id": _ID, "model": _MODEL, "dtype": "bfloat16", "images": [GEOMETRY]}
+SGLANG_REQUESTS = {
+    "part": _example(
+        "SGLang's, with the fields that are read",
+        {
+            "mm_items": [EXAMPLE_IMAGE],
+            "req_id": "6f1c_local_part_0",
+            "num_parts": 1,
+            "part_idx": 0,
+            "modality": "IMAGE",
+            "prefill_host": "127.0.0.1",
+            "embedding_port": 40001,
+        },
+    )
+}
 MODELS_ANSWER = {
     "object": "list",
     "data": [
@@ -200,11 +215,13 @@ ERRORS = {
             limit=67108864,
         ),
         _error("url_fetch_failed", "the URL's server answered with status 404", "images[0]", upstream_status=404),
+        _error("push_failed", "the receiver did not take the embeddings within 30 s", limit_s=30),
         _error("overloaded", "the queue is longer than 60 s; try again in 4 s"),
         _error("headers_too_large", "request line and headers have more than 32768 bytes", limit_bytes=32768),
         _error("internal_error", "an internal error; the log has it under this answer's x-request-id"),
         _error("non_finite_output", "the embedding of this image holds NaN or infinity", "images[0]"),
         _error("encode_failed", "the worker group was lost 2 times while it encoded this image", "images[0]"),
+        _error("store_failed", "the embeddings could not be written to the encoder cache; the log has the reason"),
         _error("not_ready", "the service is stopping"),
         _error("workers_lost", "the worker group was lost and not back within 300 s"),
         _error("deadline_exceeded", "no answer within 300 s", limit_s=300),

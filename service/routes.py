@@ -24,6 +24,7 @@ from service.keys import KeyRing
 from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, MODELS_RESPONSE, error_responses
 from service.record import RequestRecord
 from service.tokens import TokenOptions
+from service.unpack import LIST_NAMES, EmbeddingsOptions, Route
 from tp.settings import Settings
 from tp.spec import ITEMSIZE, Dtype
 
@@ -132,7 +133,7 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
     dtype = query.dtype or ("float32" if pooled else schemas.default_dtype(form, engine.dtype))
     schemas.check_form(form, dtype)
     check_plans = _size_check(request, form, dtype, pooled=pooled, encoding=query.encoding_format)
-    async with _receive(request, "encode") as intake:
+    async with take_images(request, "encode") as intake:
         options = EncodeOptions(
             settings=settings_of(request),
             policy=_policy(request, query),
@@ -147,8 +148,8 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
         )
         if is_known(tag, ",".join(request.headers.getlist("if-none-match"))):
             return Response(status_code=304, headers={"etag": tag})
-        encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request), keys))
-    context = _context(request, engine)
+        encoded = await unless_gone(request, engine.encode(intake.images, options, record_of(request), keys))
+    context = answer_context(request, engine)
     return await _respond(
         request,
         lambda: schemas.encode_embeddings(form, encoded.embeddings, encoded.plans, context, query.encoding_format),
@@ -161,8 +162,8 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
     """OpenAI's embeddings API over images: one mean vector an image, or with `pooling: none` its matrix of tokens."""
     engine = engine_of(request)
     record_of(request).form = schemas.SHORT_NAMES["application/json"]
-    async with _receive(request, "embeddings") as intake:
-        assert intake.unpacked is not None and intake.unpacked.options is not None
+    async with take_images(request, "embeddings") as intake:
+        assert intake.unpacked is not None and isinstance(intake.unpacked.options, EmbeddingsOptions)
         asked = intake.unpacked.options
         _check_model(engine, asked.model)
         if asked.dimensions not in (None, engine.spec.text_hidden_size):
@@ -181,8 +182,8 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
                 request, "application/json", "float32", pooled=pooled, encoding=asked.encoding_format
             ),
         )
-        encoded = await _unless_gone(request, engine.encode(intake.images, options, record_of(request)))
-    context = _context(request, engine)
+        encoded = await unless_gone(request, engine.encode(intake.images, options, record_of(request)))
+    context = answer_context(request, engine)
     return await _respond(
         request,
         lambda: schemas.openai_embeddings(encoded.embeddings, encoded.plans, context, asked.encoding_format),
@@ -212,7 +213,7 @@ async def capacity(request: Request) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> AsyncIterator[Intake]:
+async def take_images(request: Request, route: Route) -> AsyncIterator[Intake]:
     """The request's images in memory files that live as long as the block."""
     with contextlib.ExitStack() as stack:
         async with engine_of(request).taking():
@@ -221,7 +222,7 @@ async def _receive(request: Request, route: Literal["encode", "embeddings"]) -> 
         yield intake
 
 
-async def _take_in(request: Request, route: Literal["encode", "embeddings"], stack: contextlib.ExitStack) -> Intake:
+async def _take_in(request: Request, route: Route, stack: contextlib.ExitStack) -> Intake:
     engine = engine_of(request)
     limits = settings_of(request).limits
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -241,7 +242,7 @@ async def _take_in(request: Request, route: Literal["encode", "embeddings"], sta
     )
     if body.num_bytes == 0:
         raise InvalidRequest("the body is empty")
-    if content_type == "application/json" or route == "embeddings":
+    if content_type == "application/json" or route != "encode":
         unpacked = await engine.unpack(body, route, limits)
         stack.enter_context(unpacked)
         held.add_unchecked(sum(image.length for image in unpacked.images))
@@ -254,22 +255,21 @@ async def _fetch(
     unpacked: UnpackedBody,
     held: HeldBytes,
     stack: contextlib.ExitStack,
-    route: Literal["encode", "embeddings"],
+    route: Route,
 ) -> Sequence[Item]:
     """The items of a JSON body; images that it gives as URLs are fetched into a body of the stack's."""
     if not unpacked.urls:
         return unpacked.items(unpacked.images)
     fetcher: Fetcher = request.app.state.fetcher
     images = dict(enumerate(unpacked.images))
-    key = "images" if route == "encode" else "input"
     work = fetcher.fetch(
-        {key + unpacked.names[index]: url for index, url in unpacked.urls.items()},
+        {LIST_NAMES[route] + unpacked.names[index]: url for index, url in unpacked.urls.items()},
         stack.enter_context(Body()),
         max_bytes=settings_of(request).limits.max_body_bytes,
         inline_bytes=sum(image.length for index, image in images.items() if index not in unpacked.urls),
         on_bytes=held.add,
     )
-    images |= zip(unpacked.urls, await _unless_gone(request, work), strict=True)
+    images |= zip(unpacked.urls, await unless_gone(request, work), strict=True)
     return unpacked.items(list(images.values()))
 
 
@@ -279,6 +279,12 @@ async def _respond(
     record = record_of(request)
     with record.stage("encode_response"):
         answer = await asyncio.to_thread(make)
+    return send(request, answer, headers)
+
+
+def send(request: Request, answer: schemas.Answer, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer on its way, with the stages so far and `headers` beside its own."""
+    record = record_of(request)
     timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in record.times_s.items())
     held = HeldBytes(engine_of(request).admission)
     held.add_unchecked(answer.num_bytes)  # it is computed: refusing it now would help nobody
@@ -297,7 +303,7 @@ def _cache_status(record: RequestRecord) -> str:
     return status if num_encoded else f"{status}; collapsed"
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled as soon as the client hangs up. Raises GoneError then."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hang_up(request.receive))
@@ -341,7 +347,7 @@ def _check_model(engine: Engine, name: str | None) -> None:
         raise ModelNotFound(f"this service serves {engine.model_name}", param="model")
 
 
-def _context(request: Request, engine: Engine) -> schemas.AnswerContext:
+def answer_context(request: Request, engine: Engine) -> schemas.AnswerContext:
     return schemas.AnswerContext(record_of(request).request_id, engine.model_name, engine.spec)
 
 

@@ -7,12 +7,16 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from tp.spec import Dtype
+
+DTYPE_NAMES: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
 
 class Item(NamedTuple):
     """One tensor to come."""
 
     name: str
-    dtype: str  # safetensors' name: F32, BF16, F16, ...
+    dtype: str  # safetensors' name: one of DTYPE_NAMES, I64, ...
     shape: tuple[int, ...]
     num_bytes: int
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field
 from service.errors import InvalidRequest, NotAcceptable, ResponseTooLarge, TooManyImagesForForm
 from service.geometry import ImagePlan
 from service.prompts import prompt_text
+from service.safetensors_header import DTYPE_NAMES
 from service.tokens import Embeddings
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 
@@ -44,7 +45,6 @@ METADATA_HEADER = "metadata"
 MAX_HEADER_BYTES = 7000  # of the two together; clients and proxies refuse more than 8 KiB
 JSON_FLOAT_BYTES = 12  # of one number in a JSON answer, comma included, on average (measured 11.6 for unit normals)
 
-_SAFETENSORS_DTYPE: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 Buffer = bytes | memoryview
 
 
@@ -310,7 +310,7 @@ def _safetensors(
                 "images": _compact(images),
             },
             "embeddings": {
-                "dtype": _SAFETENSORS_DTYPE[embeddings.dtype],
+                "dtype": DTYPE_NAMES[embeddings.dtype],
                 "shape": list(embeddings.values.shape),
                 "data_offsets": [0, end],
             },

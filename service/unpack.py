@@ -1,9 +1,9 @@
 """JSON request bodies: what they may hold, and how their images become bytes. Pure.
 
-`unpack_encode` and `unpack_embeddings` run in a decode process (`service.decode_process`), because a body may be 64 MiB
-of base64; the models here also describe both bodies in the OpenAPI document. Bytes are not looked at: whether they are
-an image is `service.image`'s question. A URL is given back as it is, where the operator lets us fetch any
-(`service.fetch`). No message repeats what the client sent.
+The `unpack_` functions run in a decode process (`service.decode_process`), because a body may be 64 MiB of base64; the
+models here also describe the bodies in the OpenAPI document. Bytes are not looked at: whether they are an image is
+`service.image`'s question. A URL is given back as it is, where the operator lets us fetch any (`service.fetch`). No
+message repeats what the client sent.
 """
 
 import binascii
@@ -22,6 +22,7 @@ from service.errors import InvalidRequest, TooManyFrames, TooManyImages
 MAX_JSON_VALUES = 200_000
 MAX_MODEL_CHARS = 256  # also keeps the decode process's reply small
 MAX_URL_CHARS = 2048
+MAX_PARTS = 1024
 _SHOWN_CHARS = 64  # of an unknown field's name
 
 # One grey pixel, so that "Try it out" in /docs answers with an embedding.
@@ -37,9 +38,13 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 EncodingFormat = Literal["float", "base64"]
 Pooling = Literal["mean", "none"]
-Route = Literal["encode", "embeddings"]
+Route = Literal["encode", "embeddings", "sglang"]
 Source = bytes | str  # an image file, or the http(s) URL where it lies
 Frames = tuple[Source, ...]  # of a video chunk
+
+
+# What a body calls its list of images, and so error.param.
+LIST_NAMES: dict[Route, str] = {"encode": "images", "embeddings": "input", "sglang": "mm_items"}
 
 
 class _Strict(BaseModel):
@@ -80,12 +85,16 @@ def _media_tag(value: Any) -> str | None:
     return "<VideoItem>" if _is_video_chunk(value) else _item_tag(value)
 
 
+def _sglang_tag(value: Any) -> str:
+    return "<SGLangItem>" if isinstance(value, dict) else "<str>"
+
+
 def _is_video_chunk(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "video_chunk"
 
 
 # A tag becomes a part of pydantic's error locations; the brackets let `_param` leave it out.
-_TAGS = ("<str>", "<ImageUrl>", "<DataItem>", "<UrlItem>", "<ImageItem>", "<VideoItem>")
+_TAGS = ("<str>", "<ImageUrl>", "<DataItem>", "<UrlItem>", "<ImageItem>", "<VideoItem>", "<SGLangItem>")
 Url = Annotated[
     Annotated[ImageText, Tag("<str>")] | Annotated[ImageUrl, Tag("<ImageUrl>")],
     Discriminator(_url_tag),
@@ -163,9 +172,6 @@ MediaItem = Annotated[
 ]
 
 
-ImageLike = str | DataItem | UrlItem | ImageItem
-
-
 class EncodeBody(_Strict):
     """JSON body of POST /v1/encode. Options are in the query."""
 
@@ -195,6 +201,56 @@ class EmbeddingsBody(_Strict):
     embedding_type: EncodingFormat | None = Field(None, description="Jina's name for encoding_format.")
     normalized: bool | None = Field(None, description="Jina's name for the option normalize.")
     task: str | None = Field(None, description="Jina's: ignored, because the tower has one embedding for all tasks.")
+
+
+class SGLangItem(BaseModel):
+    """An image as SGLang passes it on, with options that other encoders may have; they are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    url: ImageText
+
+    @property
+    def text(self) -> str:
+        """Its base64 or data URI."""
+        return self.url
+
+
+ImageLike = str | DataItem | UrlItem | ImageItem | SGLangItem
+
+
+class SGLangBody(BaseModel):
+    """JSON body of POST /encode: what an SGLang server without an encoder sends. Other fields of its are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    mm_items: list[
+        Annotated[
+            Annotated[ImageText, Tag("<str>")] | Annotated[SGLangItem, Tag("<SGLangItem>")], Discriminator(_sglang_tag)
+        ]
+    ] = Field(min_length=1, description="The images of this part, in order.")
+    req_id: str = Field(min_length=1, max_length=256, description="Named in the message, for the receiver.")
+    num_parts: int = Field(ge=1, le=MAX_PARTS, description="Parts of SGLang's request, each sent to an encoder.")
+    part_idx: int = Field(ge=0, description="Which of them this is.")
+    prefill_host: str = Field(max_length=256, description="The receiver; one that the operator allows.")
+    embedding_port: int | None = Field(
+        None,
+        ge=1024,
+        le=65535,
+        description="Where it listens. SGLang names none under its transfer backend zmq_to_scheduler.",
+    )
+    modality: str = Field("IMAGE", max_length=16, description="IMAGE; others are refused.")
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangOptions:
+    """What an SGLang server asks for beside its images: which part this is, and who is to have its embeddings."""
+
+    req_id: str
+    num_parts: int
+    part_idx: int
+    prefill_host: str
+    embedding_port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +299,25 @@ def unpack_embeddings(
         normalized=bool(request.normalized),
     )
     return _decode_items(request.input, key="input", allow_urls=allow_urls), options
+
+
+def unpack_sglang(body: bytes, *, max_images: int, allow_urls: bool = False) -> tuple[list[Source], SGLangOptions]:
+    """The images and options of a /encode body. Raises like `unpack_encode`."""
+    key = LIST_NAMES["sglang"]
+    request = _validate(SGLangBody, body, key=key, max_images=max_images)
+    if request.modality.upper() != "IMAGE":
+        raise InvalidRequest("images are all that is encoded here", param="modality")
+    if request.part_idx >= request.num_parts:
+        raise InvalidRequest("part_idx must be less than num_parts", param="part_idx")
+    if request.embedding_port is None:
+        raise InvalidRequest(
+            "a port to push to is needed: start SGLang with --encoder-transfer-backend zmq_to_tokenizer",
+            param="embedding_port",
+        )
+    options = SGLangOptions(
+        request.req_id, request.num_parts, request.part_idx, request.prefill_host, request.embedding_port
+    )
+    return _decode_items(request.mm_items, key=key, allow_urls=allow_urls), options
 
 
 def decode_base64(text: str) -> bytes:

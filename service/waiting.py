@@ -32,7 +32,8 @@ class DaemonThread:
         """What it gives or raises. Raises TimeoutError, also where an earlier one still hangs."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._idle.wait()
+                while not self._idle.is_set():  # another one that waited may have been quicker
+                    await self._idle.wait()
                 return await asyncio.wrap_future(self._start(work))
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error

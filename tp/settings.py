@@ -5,6 +5,7 @@ Environment names are `TPVISION_<SECTION>__<NAME>`; anything else that starts wi
 """
 
 import difflib
+import ipaddress
 import itertools
 import os
 import re
@@ -253,6 +254,31 @@ class UrlSettings(_Section):
         return tuple(host.lower() for host in hosts)
 
 
+class HandoffSettings(_Section):
+    """LLM engines that embeddings are handed to. Each is off unless it is set."""
+
+    vllm_encoder_cache_dir: Path | None = Field(
+        None,
+        description="Folder of vLLM's encoder cache, its `shared_storage_path`. Where set, there is "
+        "POST /v1/encoder_cache. Nothing in it is ever deleted.",
+    )
+    sglang_receivers: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
+        (),
+        description="Addresses, networks (10.0.0.0/16) or host names of SGLang servers that embeddings may be pushed "
+        "to. Where set, there is POST /encode.",
+    )
+    timeout_s: float = Field(30, gt=0, description="One write or push; more is 500 or 422.")
+
+    @field_validator("sglang_receivers")
+    @classmethod
+    def _check_receivers(cls, receivers: tuple[str, ...]) -> tuple[str, ...]:
+        for receiver in receivers:
+            if _HOST_PATTERN.fullmatch(receiver) and not receiver.rpartition(".")[2].isdecimal():
+                continue
+            ipaddress.ip_network(receiver)  # raises ValueError naming it
+        return tuple(receiver.lower() for receiver in receivers)
+
+
 class ServerSettings(_Section):
     """Where the front-end listens, and who may come in."""
 
@@ -301,6 +327,7 @@ class Settings(_Section):
     limits: LimitSettings = LimitSettings()
     cache: CacheSettings = CacheSettings()
     urls: UrlSettings = UrlSettings()
+    handoff: HandoffSettings = HandoffSettings()
     server: ServerSettings = ServerSettings()
 
     @model_validator(mode="after")
