@@ -3,7 +3,8 @@
     with Client("http://127.0.0.1:8000") as client:
         tokens = client.encode("photo.jpg").numpy()  # [num_tokens, hidden]
 
-Needs httpx and numpy; Pillow for pictures and arrays and torch for `Embedding.torch`, when they are used. Of the
+Needs httpx and numpy; Pillow for pictures and arrays and torch for `Embedding.torch` and `vllm_part`, when
+they are used. Of the
 service it needs `service.errors` alone: what the service answers is raised as the very class that it was there;
 `NoAnswer` and its kinds are what happens where it does not answer.
 
@@ -13,6 +14,7 @@ else is: another attempt would end in the same way, or cost the service the same
 """
 
 import asyncio
+import base64
 import contextlib
 import datetime
 import email.utils
@@ -114,6 +116,20 @@ class Embedding:
         import torch  # noqa: PLC0415 - for those who have it
 
         return torch.frombuffer(self.data, dtype=getattr(torch, self.dtype)).reshape(self.shape)
+
+    def vllm_part(self, uuid: str | None = None) -> dict[str, Any]:
+        """As a content part of type `image_embeds` for vLLM's chat API: the tensor as torch.save writes it, in base64.
+
+        `uuid` is what vLLM caches it by. Raises ValueError for a pooled vector.
+        """
+        import torch  # noqa: PLC0415 - for those who have it
+
+        if len(self.shape) != 2:
+            raise ValueError("a pooled vector stands for no image in a prompt: encode without `pooled`")
+        file = io.BytesIO()
+        torch.save(self.torch(), file)
+        part = {"type": "image_embeds", "image_embeds": base64.b64encode(file.getbuffer()).decode()}
+        return part if uuid is None else {**part, "uuid": uuid}
 
 
 @dataclass(frozen=True, slots=True)

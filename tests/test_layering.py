@@ -87,7 +87,7 @@ def test_nothing_imports_tests(name: str) -> None:
 
 
 def test_no_module_of_the_front_end_or_the_contract_reaches_torch() -> None:
-    """But for the client's `Embedding.torch`, which is for its callers; importing the client loads none (below)."""
+    """But for two methods of the client's `Embedding`, for its callers; importing the client loads none (below)."""
     assert [name for name in sorted(reached({*SERVICE, *CONTRACT})) if needs_torch(name)] == ["service.client"]
 
 
@@ -116,7 +116,7 @@ def test_importing_the_app_the_command_and_the_client_loads_no_torch() -> None:
 
 
 def test_the_command_starts_without_the_libraries_of_extras() -> None:
-    extras = "('huggingface_hub', 'pyarrow')"
+    extras = "('huggingface_hub', 'pyarrow', 'zmq')"
     code = f"import service.cli, sys; print([name for name in sys.modules if name.split('.')[0] in {extras}])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

@@ -49,7 +49,8 @@ class Pusher:
     def receiver(self, host: str, port: int) -> Receiver:
         """The receiver of that name or address. Raises InvalidRequest unless it is one that the operator allows."""
         with contextlib.suppress(InvalidRequest):
-            name, literal = read_host(host.removeprefix("[").removesuffix("]").lower())
+            is_bracketed = host.startswith("[") and host.endswith("]")
+            name, literal = read_host((host[1:-1] if is_bracketed else host).lower())
             if literal is None:
                 is_allowed = any(matches(name, pattern) for pattern in self._names)
             else:

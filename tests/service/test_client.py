@@ -1,7 +1,9 @@
 """The Python client, against a real service, and against a server that answers as it is told to."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -87,6 +89,23 @@ def test_bfloat16_loses_nothing(tiny_k3_bf16: RunningService) -> None:
     assert embedding.numpy().dtype == np.float32
     assert np.array_equal(embedding.numpy(), expected.float().numpy())
     assert (half.numpy().dtype, half.torch().dtype) == (np.float16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vllms_part_holds_the_tensor(tiny_k3_bf16: RunningService, dtype: Any) -> None:
+    with Client(tiny_k3_bf16.url, trust_env=False) as client:
+        embedding = client.encode(GOOD, dtype=dtype)
+        pooled = client.encode(GOOD, pooled=True)
+    part = json.loads(json.dumps(embedding.vllm_part("sku-1")))
+    assert (part["type"], part["uuid"]) == ("image_embeds", "sku-1")
+    data = base64.b64decode(part["image_embeds"], validate=True)
+    found = torch.load(io.BytesIO(data), weights_only=True)  # as vLLM does
+    assert (found.dtype, found.ndim) == (getattr(torch, dtype), 2)
+    assert torch.equal(found, embedding.torch())
+    assert len(data) < found.nbytes + 4096
+    assert set(embedding.vllm_part()) == {"type", "image_embeds"}
+    with pytest.raises(ValueError, match="pooled"):
+        pooled.vllm_part()
 
 
 def test_arrays_and_tensors_may_be_written_to(client: Client) -> None:

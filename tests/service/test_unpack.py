@@ -14,10 +14,12 @@ from service.unpack import (
     EmbeddingsOptions,
     EncodeBody,
     Frames,
+    SGLangOptions,
     Source,
     decode_base64,
     unpack_embeddings,
     unpack_encode,
+    unpack_sglang,
 )
 
 ABC = "QUJD"  # base64 of b"ABC"
@@ -330,3 +332,42 @@ def test_fuzz_gives_nothing_but_images_or_client_errors(body: bytes) -> None:
 @given(st.binary(min_size=1))
 def test_round_trip(data: bytes) -> None:
     assert encode(base64.b64encode(data).decode(), base64.urlsafe_b64encode(data).decode().rstrip("=")) == [data, data]
+
+
+SGLANG: dict[str, Any] = {
+    "mm_items": [ABC],
+    "req_id": "r",
+    "num_parts": 2,
+    "part_idx": 1,
+    "prefill_host": "h",
+    "embedding_port": 5000,
+    "modality": "IMAGE",
+}
+
+
+def sglang(**changes: Any) -> tuple[list[Source], SGLangOptions]:
+    return unpack_sglang(json.dumps({**SGLANG, **changes}).encode(), max_images=2)
+
+
+def test_sglangs_images_and_options() -> None:
+    found = sglang(mm_items=[f"data:;base64,{ABC}", {"url": ABC, "detail": "low"}], of_tomorrow=[1], modality="image")
+    assert found == ([b"ABC", b"ABC"], SGLangOptions("r", 2, 1, "h", 5000))
+
+
+@pytest.mark.parametrize("field", ["req_id", "num_parts", "part_idx", "prefill_host", "mm_items"])
+def test_what_sglang_must_say(field: str) -> None:
+    body = {name: value for name, value in SGLANG.items() if name != field}
+    with pytest.raises(InvalidRequest) as caught:
+        unpack_sglang(json.dumps(body).encode(), max_images=2)
+    assert caught.value.param == field
+
+
+def test_sglangs_other_transfer_backend_is_told_of_this_one() -> None:
+    with pytest.raises(InvalidRequest, match="zmq_to_tokenizer"):
+        sglang(embedding_port=None)
+
+
+def test_too_many_of_sglangs_images() -> None:
+    with pytest.raises(TooManyImages) as caught:
+        sglang(mm_items=[ABC] * 3)
+    assert caught.value.param == "mm_items"

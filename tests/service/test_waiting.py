@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from running import ROOT
@@ -53,6 +54,21 @@ def test_without_room_for_a_thread_it_says_so_and_the_next_one_runs(monkeypatch:
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
+
+
+def test_of_many_that_wait_one_runs_at_a_time() -> None:
+    running: list[int] = []
+
+    def work() -> int:
+        running.append(1)
+        time.sleep(0.01)
+        most = len(running)
+        running.pop()
+        return most
+
+    async def check() -> None:
+        thread = DaemonThread(20)
+        assert await asyncio.gather(*(thread.run(work) for _ in range(8))) == [1] * 8
 
     asyncio.run(check())
 

@@ -228,6 +228,21 @@ def test_a_socket_path_is_measured_in_bytes() -> None:
     assert "a socket path of 121 bytes" in refused(flags={"parallel.socket": "/" + "é" * 60})
 
 
+def test_receivers_are_addresses_networks_and_names() -> None:
+    receivers = ("10.0.0.0/16", "10.1.2.3", "fd00::/8", "::1", "prefill-0", "*.example.org")
+    settings = load_settings(environ={"TPVISION_HANDOFF__SGLANG_RECEIVERS": ",".join(receivers).upper()}).settings
+    assert settings.handoff.sglang_receivers == receivers
+    assert load_settings(environ=as_environ(settings)).settings == settings
+
+
+@pytest.mark.parametrize(
+    "receiver", ["10.0.0.1/8", "10.0.0.256", "10.0", "127.1", "10.0.0.1:5000", "*", "tcp://a", "a b"]
+)
+def test_a_receiver_that_is_none_of_these_is_named(receiver: str) -> None:
+    message = refused(flags={"handoff.sglang_receivers": receiver})
+    assert message.startswith("handoff.sglang_receivers (") and receiver in message
+
+
 def test_dtype_auto_is_the_checkpoints() -> None:
     assert load_settings().settings.compute_dtype(PUBLISHED_K3) == "bfloat16"
     assert load_settings(flags={"model.dtype": "float32"}).settings.compute_dtype(PUBLISHED_K3) == "float32"
