@@ -42,9 +42,15 @@ KEY = "only-for-this-test"
 def service(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> RunningService:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
+    handoff = {
+        "TPVISION_HANDOFF__VLLM_ENCODER_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "TPVISION_HANDOFF__SGLANG_RECEIVERS": "127.0.0.1",
+        "TPVISION_HANDOFF__TIMEOUT_S": "0.5",
+    }
     started: RunningService = start_service(
         *("--model", str(GOLDEN / "tiny-k3-f32"), "--tp", "2", "--policy", "downscale", "--capacities", "64,256"),
         TPVISION_SERVER__API_KEYS_FILE=str(keys),
+        **handoff,
     )
     started.client.headers["authorization"] = f"Bearer {KEY}"
     return started
@@ -81,7 +87,7 @@ def test_every_operation_documents_what_comes_before_it(document: dict[str, Any]
 def test_keys_are_in_the_document_where_they_are_configured(tiny_k3: RunningService, document: dict[str, Any]) -> None:
     for path, methods in document["paths"].items():
         assert [operation.get("security") for operation in methods.values()] == [
-            [{"key": []}] if path.startswith("/v1/") else None
+            [{"key": []}] if path.startswith("/v1/") or path == "/encode" else None
         ]
     assert "securitySchemes" not in tiny_k3.client.get("/openapi.json").json()["components"]
 
@@ -215,6 +221,17 @@ def test_the_multipart_example_and_the_documented_headers(tiny_k3: RunningServic
     assert stages[0] == stages[1]
 
 
+def test_hand_offs_answer_as_documented(service: RunningService) -> None:
+    raw = examples.RAW_REQUESTS["image"]["value"].encode()
+    found = service.client.post("/v1/encoder_cache", content=raw, params={"id": "a"}).json()
+    found["images"][0]["tier"] = examples.GEOMETRY["tier"]
+    assert as_documented(found, examples.HANDOFF_ANSWER) == examples.HANDOFF_ANSWER
+    pushed = service.client.post("/encode", json=examples.SGLANG_REQUESTS["part"]["value"])  # nobody listens there
+    assert pushed.json()["error"] == {**examples.ERRORS["push_failed"]["error"], "limit_s": 0.5} | {
+        "message": "the receiver did not take the embeddings within 0.5 s"
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -311,7 +328,7 @@ def test_an_error_that_no_request_forces_has_the_codes_words(code: str) -> None:
     numbers = error.keys() - {"message", "type", "param", "code"}
     words = [
         pattern
-        for path in (ROOT / "service").glob("*.py")
+        for path in (ROOT / "service").rglob("*.py")
         for name, pattern, found in raised_in(path)
         if name == BY_CODE[code].__name__ and found == numbers
     ]
@@ -322,6 +339,11 @@ def test_the_command_prints_the_services_document(here: Any, tiny_k3: RunningSer
     assert json.loads(here("openapi").stdout) == tiny_k3.client.get("/openapi.json").json()
 
 
-def test_the_command_knows_of_keys(here: Any, document: dict[str, Any], tmp_path: Path) -> None:
-    printed = here("openapi", TPVISION_SERVER__API_KEYS_FILE=str(tmp_path / "keys")).stdout
+def test_the_command_knows_of_keys_and_hand_offs(here: Any, document: dict[str, Any], tmp_path: Path) -> None:
+    printed = here(
+        "openapi",
+        TPVISION_SERVER__API_KEYS_FILE=str(tmp_path / "keys"),
+        TPVISION_HANDOFF__VLLM_ENCODER_CACHE_DIR=str(tmp_path),
+        TPVISION_HANDOFF__SGLANG_RECEIVERS="127.0.0.1",
+    ).stdout
     assert json.loads(printed) == document
