@@ -14,6 +14,6 @@ lock() {  # LIST PYTHON ARGUMENT...
 }
 
 printf 'setuptools>=77\ncyclonedx-bom>=7.5,<8\n' | lock build 3.11 -
-lock frontend 3.11 --extra fetch --extra otel pyproject.toml
-lock worker-cpu 3.11 --extra fetch --extra otel --extra worker --find-links "$1" pyproject.toml
-lock worker-cuda 3.12 --extra fetch --extra otel --extra worker pyproject.toml  # 3.12 needs one package more than 3.11: good for both
+lock frontend 3.11 --extra fetch --extra otel --extra sglang pyproject.toml
+lock worker-cpu 3.11 --extra fetch --extra otel --extra sglang --extra worker --find-links "$1" pyproject.toml
+lock worker-cuda 3.12 --extra fetch --extra otel --extra sglang --extra worker pyproject.toml  # 3.12 needs one package more than 3.11: good for both

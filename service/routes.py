@@ -279,10 +279,10 @@ async def _respond(
     record = record_of(request)
     with record.stage("encode_response"):
         answer = await asyncio.to_thread(make)
-    return send(request, answer, headers)
+    return as_response(request, answer, headers)
 
 
-def send(request: Request, answer: schemas.Answer, headers: Mapping[str, str] | None = None) -> Response:
+def as_response(request: Request, answer: schemas.Answer, headers: Mapping[str, str] | None = None) -> Response:
     """The answer on its way, with the stages so far and `headers` beside its own."""
     record = record_of(request)
     timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in record.times_s.items())

@@ -8,6 +8,7 @@ import ast
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -39,6 +40,9 @@ class Anything(type):
             raise AttributeError(name)
         return Absent
 
+    def __getitem__(cls, parameter: Any) -> Any:
+        return cls
+
 
 class Absent(metaclass=Anything):
     """In place of what an engine imports and is not here."""
@@ -61,7 +65,10 @@ class Engine:
         with zipfile.ZipFile(self.path) as archive:
             source = archive.read(name.replace(".", "/") + ".py")
         module = types.ModuleType(name)
+        module.__package__ = name.rpartition(".")[0]
         sys.modules[name] = module  # where dataclasses and pickles look
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            sys.modules.setdefault(parent, types.ModuleType(parent)).__path__ = []
         for node in ast.parse(source).body:
             is_import = isinstance(node, ast.Import | ast.ImportFrom)
             if only and not is_import and getattr(node, "name", None) not in only:
@@ -128,7 +135,6 @@ def test_vllms_connector_loads_the_cache(
     )
     platform = types.SimpleNamespace(device_type="cpu", is_cuda_alike=lambda: False)
     monkeypatch.setitem(sys.modules, "vllm.platforms", types.SimpleNamespace(current_platform=platform))
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     uuid = f"sku-1:{service.url}".replace("/", "_")
     request = types.SimpleNamespace(
         mm_features=[types.SimpleNamespace(identifier=uuid)], get_num_encoder_embeds=lambda index: 6
@@ -159,10 +165,8 @@ def test_vllm_reads_the_clients_part(vllm: Engine, service: RunningService) -> N
     module = vllm.load(
         "vllm.multimodal.media.image",
         pybase64=base64,
-        MediaIO={torch.Tensor: object},
         check_sparse_tensor_invariants_threadsafe=contextlib.nullcontext,
         safe_to_dense=lambda tensor, parameter: tensor,
-        MAGIC_NUMPY_PREFIX=b"\x93NUMPY",
     )
     with Client(service.url, trust_env=False) as client:
         part = json.loads(json.dumps(client.encode(FIRST).vllm_part()))
@@ -200,7 +204,7 @@ def test_sglang_asks_and_receives(sglang: Engine, service: RunningService) -> No
     module = sglang.load(
         "sglang.srt.disaggregation.encoder.receiver",
         Modality=modality,
-        ClientSession=Session,
+        aiohttp=types.SimpleNamespace(ClientSession=Session, ClientTimeout=Absent),
         EncoderDispatchErrorReq=types.SimpleNamespace,
         safe_pickle_loads=common.safe_pickle_loads,
     )

@@ -22,11 +22,11 @@ from service.handoff.vllm_cache import ID_PATTERN, EncoderCache
 from service.openapi import CACHE_OPENAPI, SGLANG_OPENAPI, SGLANG_PATH, error_responses
 from service.routes import (
     answer_context,
+    as_response,
     check_key,
     engine_of,
     keep_settings,
     record_of,
-    send,
     settings_of,
     take_images,
     unless_gone,
@@ -178,4 +178,4 @@ async def _hand_off(request: Request, encoded: Encoded, work: Coroutine[Any, Any
         "dtype": encoded.embeddings.dtype,
         "images": schemas.geometry(encoded.plans, encoded.embeddings.bounds, context.spec),
     }
-    return send(request, schemas.Answer([orjson.dumps(body)], "application/json", {}))
+    return as_response(request, schemas.Answer([orjson.dumps(body)], "application/json", {}))

@@ -1,6 +1,6 @@
 """SGLang's message with the embeddings of one part of a request: two frames, a pickled object and a tensor's bytes.
 
-Pure. The object is an `EmbeddingData` without its tensor, as SGLang 0.5.19 to 0.5.23 unpickle it. Its class, the enum
+Pure. The object is an `EmbeddingData` without its tensor, as SGLang 0.5.23 unpickles it. Its class, the enum
 and the dtype in it are named in the pickle and never imported; nothing is ever unpickled here. The receiver makes its
 tensor of `dtype`, `shape` and the second frame.
 """

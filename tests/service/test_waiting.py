@@ -55,6 +55,8 @@ def test_without_room_for_a_thread_it_says_so_and_the_next_one_runs(monkeypatch:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    asyncio.run(check())
+
 
 def test_of_many_that_wait_one_runs_at_a_time() -> None:
     running: list[int] = []
