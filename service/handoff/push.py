@@ -45,6 +45,7 @@ class Pusher:
         self._timeout_s = timeout_s
         self._resolve = SystemResolver()
         self._context = zmq.asyncio.Context.instance()  # which pyzmq ends with the process
+        self._context.max_sockets = self._context.socket_limit  # limits.max_connections bounds them
 
     def receiver(self, host: str, port: int) -> Receiver:
         """The receiver of that name or address. Raises InvalidRequest unless it is one that the operator allows."""
