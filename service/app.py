@@ -196,7 +196,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        name = str(first["loc"][-1])[:64]
+        _, *path = first["loc"]  # ("query", "id", 0)
+        name = "".join(f"[{part}]" if isinstance(part, int) else part for part in path)[:64]
         reason = "unknown option" if first["type"] == "extra_forbidden" else first["msg"]
         return _answer_error(request.state.record, errors.InvalidRequest(f"{reason}: {name}", param=name))
 
