@@ -36,7 +36,7 @@ class EncoderCache:
         """
         try:
             await self._thread.run(lambda: self._write(ids, embeddings, tag))
-        except OSError as error:  # TimeoutError is one
+        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError; no more threads, a RuntimeError
             log.error("the encoder cache %s cannot be written: %s", self._folder, error)
             raise StoreFailed(
                 "the embeddings could not be written to the encoder cache; the log has the reason"
