@@ -140,15 +140,22 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
             tokens=TokenOptions(dtype, pooled, query.normalize),
             check_plans=check_plans,
         )
-        keys = await engine.content_keys(intake.images, options, record_of(request))
-        tag = entity_tag(
-            *(keys, engine.model_name, form, dtype, pooled, query.normalize, query.encoding_format),
-            # What else may refuse the answer: who has the tag of one has it from under the same limits.
+        # What else the answer depends on, or may be refused for: who has its tag has it from under the same limits.
+        form_of_it = (
+            *(engine.model_name, form, dtype, pooled, query.normalize, query.encoding_format),
             *(options.settings.limits.max_json_bytes, engine.layout.num_patches),
         )
-        if is_known(tag, ",".join(request.headers.getlist("if-none-match"))):
-            return Response(status_code=304, headers={"etag": tag})
+        known = ",".join(request.headers.getlist("if-none-match"))
+        keys = None
+        if known or options.settings.cache.max_bytes:
+            keys = await engine.content_keys(intake.images, options, record_of(request))
+            tag = entity_tag(keys, *form_of_it)
+            if is_known(tag, known):
+                return Response(status_code=304, headers={"etag": tag})
         encoded = await unless_gone(request, engine.encode(intake.images, options, record_of(request), keys))
+        if keys is None:  # only now: who is refused need not wait for it
+            keys = await engine.content_keys(intake.images, options, record_of(request))
+            tag = entity_tag(keys, *form_of_it)
     context = answer_context(request, engine)
     return await _respond(
         request,
