@@ -228,6 +228,18 @@ def test_two_pictures_are_compared(page: Browser, service: RunningService) -> No
     page.wait_for("#reference", "A[0],")
 
 
+def test_a_picture_may_be_removed_while_it_is_compared(page: Browser) -> None:
+    encoded(page, SMALL)
+    page.run(
+        f"""document.querySelector("{A} .map").dispatchEvent(new PointerEvent("pointermove", {{bubbles: true}}));
+        document.querySelector("{A} .remove").click();
+        document.querySelector("#announcer").textContent = "";
+        await new Promise((resolve) => setTimeout(resolve, 600));"""
+    )
+    assert not page.find("#similarity").is_displayed()
+    assert page.find("#announcer").get_attribute("textContent") == ""  # nothing of a token that is gone
+
+
 def test_a_large_picture_is_refused_or_downscaled(page: Browser, service: RunningService) -> None:
     choose(page, LARGE)
     refused = service.encode(LARGE.read_bytes()).json()["error"]

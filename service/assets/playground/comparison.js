@@ -119,7 +119,8 @@ export class Comparison {
 
   /** Markers and words. */
   #tell() {
-    if (this.#similarities === null) return;
+    clearTimeout(this.#announcement);
+    if (this.#similarities === null || this.#reference === null) return; // removed while it was compared
     this.#maps.forEach((map, name) => {
       map.mark("reference", this.#reference.name === name ? this.#reference.token : null);
       map.mark("probe", this.#probe?.name === name ? this.#probe.token : null);
@@ -130,7 +131,6 @@ export class Comparison {
     part("probe-row").hidden = this.#probe === null;
     const probe = this.#probe && `${this.#place(this.#probe)}: ${similarity(this.#similarities[this.#probe.name][this.#probe.token])}`;
     part("probe").textContent = probe ?? "";
-    clearTimeout(this.#announcement);
     const nearest = part("nearest").textContent;
     const words = probe ?? `${this.#isHeld ? "Held: " : ""}${reference}. Most similar: ${nearest}`;
     this.#announcement = setTimeout(() => this.#announce(words), SILENCE_MS);
