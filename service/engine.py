@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from service.admission import Admission, Permit, Rows
+from service.admission import Admission, HeldBytes, Permit, Rows
 from service.batcher import MAX_LOSSES, Batcher, Entry, PackedBatch
 from service.body import Body, ImageBytes, Item, VideoChunk
 from service.cache import ContentCache, ItemError, ItemTokens
@@ -235,7 +235,12 @@ class Engine:
         record.num_cached, record.num_coalesced = found.num_cached, found.num_coalesced
         record.plans = [item.plan for item in found.tokens]
         self._check(record.plans, options)  # all together, as if all had been computed for this request
-        return await self._answer(found.tokens, options, record, is_shared=True)
+        num_rows = sum(1 if options.tokens.pooled else plan.grid.num_tokens for plan in record.plans)
+        with HeldBytes(self.admission) as held:
+            if found.num_cached or found.num_coalesced:  # the slab does not bound how many have such tokens at once
+                self.admission.check_bytes(0)
+            held.add_unchecked(num_rows * self.spec.text_hidden_size * ITEMSIZE[options.tokens.dtype])
+            return await self._answer(found.tokens, options, record, is_shared=True)
 
     @contextlib.asynccontextmanager
     async def _computed(

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playing import MODEL, join, played_settings
@@ -14,7 +15,7 @@ from service.body import Body
 from service.engine import Encoded, EncodeOptions, Engine
 from service.errors import WorkersLost
 from service.record import RequestRecord
-from service.tokens import TokenOptions
+from service.tokens import Embeddings, TokenOptions
 from tp import wire
 from tp.settings import Settings
 from tp.spec import read_spec
@@ -134,3 +135,29 @@ def test_who_waits_for_another_request_is_told_too_that_the_group_is_lost(
 
     limits = {"TPVISION_LIMITS__BATCH_TIMEOUT_S": "0.5", "TPVISION_LIMITS__REQUEST_TIMEOUT_S": "2"}
     run_engine(tmp_path, use, hung.hear, **limits, TPVISION_CACHE__MAX_BYTES="100000")
+
+
+def test_answers_from_the_cache_are_bounded_by_the_bytes_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    read_tokens = module.read_tokens
+
+    def read_later(*arguments: Any, **options: Any) -> Embeddings:
+        goes_on.wait(20)
+        return read_tokens(*arguments, **options)
+
+    async def use(engine: Engine, settings: Settings) -> None:
+        num_bytes = (await encode(engine)).embeddings.values.nbytes
+        assert settings.limits.max_inflight_bytes == 2 * num_bytes - 1
+        monkeypatch.setattr(module, "read_tokens", read_later)
+        answers = [asyncio.create_task(encode(engine)) for _ in range(5)]
+        await until(lambda: sum(answer.done() for answer in answers) == 3)
+        assert engine.admission.bytes_in_flight == 2 * num_bytes
+        goes_on.set()
+        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == [*["Encoded"] * 2, *["Overloaded"] * 3]
+        assert engine.admission.bytes_in_flight == 0
+
+    limits = {"TPVISION_LIMITS__MAX_INFLIGHT_BYTES": "6143", "TPVISION_CACHE__MAX_BYTES": "100000"}
+    run_engine(tmp_path, use, lambda message: None, **limits)
