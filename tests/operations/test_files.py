@@ -21,7 +21,7 @@ pytestmark = pytest.mark.operations
 
 DOCKER = ROOT / "docker"
 UNIT = ROOT / "deploy" / "systemd" / "tpvision.service"
-_EXTRAS = {"", "fetch", "otel"}
+_EXTRAS = {"", "fetch", "otel", "sglang"}
 LISTS = {"frontend": _EXTRAS, "worker-cpu": _EXTRAS | {"worker"}, "worker-cuda": _EXTRAS | {"worker"}}
 DRAIN_S = Settings().limits.drain_timeout_s
 

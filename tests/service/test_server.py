@@ -14,7 +14,7 @@ from tp.settings import ServerSettings, Settings, SettingsError, load_settings
 def listen(**options: object) -> list[socket.socket]:
     settings = Settings(server=ServerSettings.model_validate({"port": 0, **options}))
     listeners = server._listen(settings)
-    server._warn_if_open(settings, listeners[0])
+    server._warn_if_open(settings, listeners[0].getsockname())
     return listeners
 
 
