@@ -1,8 +1,8 @@
 """Faults for worker ranks, from outside: put this folder on PYTHONPATH and name a fault file in TP_FAULT (JSON).
 
 `what` happens on `rank`, `where` in a batch that holds an image of `tokens` merged tokens (0: any batch, the warm-up
-too), as long as `times` is above 0; each fault counts it down. With TP_POISON set, the front-end fills the slab, and
-rows that are given back, with NaN. The product knows nothing of this.
+too), as long as `times` is above 0; each fault counts it down. It waits for the file `gate` where one is named. With
+TP_POISON set, the front-end fills the slab, and rows that are given back, with NaN. The product knows nothing of this.
 """
 
 import fcntl
@@ -28,6 +28,8 @@ def due_fault(rank: int, grids: Any) -> dict[str, Any] | None:
         concerned = fault["tokens"] == 0 or any(grid.num_tokens == fault["tokens"] for grid in grids)
         if fault["times"] <= 0 or fault["rank"] != rank or not concerned:
             return None
+        while "gate" in fault and not Path(fault["gate"]).exists():
+            time.sleep(0.01)
         fault["times"] -= 1
         file.seek(0)
         file.truncate()

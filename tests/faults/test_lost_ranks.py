@@ -33,6 +33,8 @@ class Faulty:
 
     def __init__(self, file: Path, start: Callable[..., RunningService], *ranks: str, **environ: str) -> None:
         self.file = file
+        self.gate = file.with_name("gate")
+        self.gate.touch()
         self.arm("nothing", times=0)
         environ = {"PYTHONPATH": str(FAULTS), "TP_FAULT": str(file), **FORGETFUL, **environ}
         self.service = start("--model", MODEL, *ranks, **environ)
@@ -40,21 +42,31 @@ class Faulty:
 
     def arm(self, what: str, *, times: int = 1, rank: int = 1, where: str = "before", **more: float) -> None:
         fault = {"what": what, "times": times, "rank": rank, "where": where, "tokens": MARKED_TOKENS, **more}
+        fault["gate"] = str(self.gate)
         self.file.write_text(json.dumps(fault))
 
     @property
     def fired_at(self) -> float:
         return self.file.stat().st_mtime
 
+    def num_accepted(self) -> int:
+        return int(self.service.client.get("/v1/capacity").json()["requests"]["accepted"])
+
     def wait_ready(self) -> None:
         wait_until(lambda: self.service.client.get("/readyz").status_code == 200, timeout_s=30)
 
     def send_with_neighbours(self) -> tuple[httpx.Response, list[httpx.Response]]:
-        """The marked image among good ones, all at the same time."""
+        """The marked image among good ones, all at the same time; the fault waits until all of them are accepted."""
+        accepted = self.num_accepted()
+        self.gate.unlink()
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             before = [pool.submit(self.service.encode, GOOD) for _ in range(3)]
             marked = pool.submit(self.service.encode, MARKED)
             after = [pool.submit(self.service.encode, GOOD) for _ in range(3)]
+            try:
+                wait_until(lambda: self.num_accepted() == accepted + 7)
+            finally:
+                self.gate.touch()
             return marked.result(), [each.result() for each in before + after]
 
 

@@ -12,6 +12,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from service.app import create_routes, set_keys
+from tp.settings import HandoffSettings
 
 Browser = httpx.Client | TestClient
 
@@ -22,7 +23,7 @@ def browser(request: pytest.FixtureRequest, tiny_k3: RunningService) -> Iterator
     if request.param == "/":
         yield tiny_k3.client, request.param
         return
-    routes = create_routes()
+    routes = create_routes(HandoffSettings())
     set_keys(routes, None)
     with TestClient(Starlette(routes=[Mount("/vision", routes)])) as client:
         yield client, request.param
