@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -167,16 +168,22 @@ class Engine:
         finally:
             self._taking.discard(until_stop)
 
+    @cached_property
+    def _fixed_digest(self) -> str:
+        """Of what every request's tokens depend on. Ask for it once a group was ready: its weights are in it."""
+        image = self.settings.image
+        return digest(
+            *(installed_version(), asdict(self.spec), self._groups.weights_fingerprint, self.dtype),
+            *(self.settings.model.rms_norm_eps, image.orientation, image.gray16),
+        ).hex()
+
     async def content_keys(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> list[Key]:
         """Digests of all that the tokens of each image, or its refusal, depend on: its bytes, the model, the settings.
 
         Call it while requests are taken: ranks have told by then which weights they hold.
         """
-        context = digest(
-            *(installed_version(), asdict(self.spec), self._groups.weights_fingerprint, self.dtype),
-            *(self.settings.model.rms_norm_eps, self.settings.image.orientation, self.settings.image.gray16),
-            *(options.settings.capacity.patch_capacities, options.policy, options.settings.limits.max_image_pixels),
-        )
+        capacity, limits = options.settings.capacity, options.settings.limits
+        context = digest(self._fixed_digest, capacity.patch_capacities, options.policy, limits.max_image_pixels)
         with record.stage("receive"):
             return await asyncio.to_thread(lambda: [content_key(item, context) for item in images])
 

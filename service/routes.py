@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from service import schemas
 from service.admission import HeldBytes
 from service.body import Body, Item, receive_body, receive_multipart
-from service.content_keys import entity_tag, is_known
+from service.content_keys import Key, entity_tag, is_known
 from service.decoders import UnpackedBody
 from service.engine import EncodeOptions, Engine
 from service.errors import InvalidRequest, ModelNotFound, Unauthorized
@@ -140,22 +140,23 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
             tokens=TokenOptions(dtype, pooled, query.normalize),
             check_plans=check_plans,
         )
-        # What else the answer depends on, or may be refused for: who has its tag has it from under the same limits.
-        form_of_it = (
-            *(engine.model_name, form, dtype, pooled, query.normalize, query.encoding_format),
-            *(options.settings.limits.max_json_bytes, engine.layout.num_patches),
-        )
+
+        async def identify() -> tuple[list[Key], str]:
+            """The images' keys, and the ETag of their answer in this form."""
+            keys = await engine.content_keys(intake.images, options, record_of(request))
+            return keys, entity_tag(
+                *(keys, engine.model_name, form, dtype, pooled, query.normalize, query.encoding_format),
+                # What else may refuse the answer: who has the tag of one has it from under the same limits.
+                *(options.settings.limits.max_json_bytes, engine.layout.num_patches),
+            )
+
         known = ",".join(request.headers.getlist("if-none-match"))
-        keys = None
-        if known or options.settings.cache.max_bytes:
-            keys = await engine.content_keys(intake.images, options, record_of(request))
-            tag = entity_tag(keys, *form_of_it)
-            if is_known(tag, known):
-                return Response(status_code=304, headers={"etag": tag})
+        keys, tag = await identify() if known or options.settings.cache.max_bytes else (None, "")
+        if known and is_known(tag, known):
+            return Response(status_code=304, headers={"etag": tag})
         encoded = await unless_gone(request, engine.encode(intake.images, options, record_of(request), keys))
-        if keys is None:  # only now: who is refused need not wait for it
-            keys = await engine.content_keys(intake.images, options, record_of(request))
-            tag = entity_tag(keys, *form_of_it)
+        if not tag:  # only now: who is refused need not wait for it
+            _, tag = await identify()
     context = answer_context(request, engine)
     return await _respond(
         request,

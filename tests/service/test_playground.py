@@ -36,8 +36,9 @@ def test_a_file_is_sent_once(tiny_k3: RunningService, path: str) -> None:
     assert tiny_k3.client.get(path, headers={"if-none-match": '"other"'}).status_code == 200
 
 
-def test_head_has_the_headers_of_get(tiny_k3: RunningService) -> None:
-    head, get = tiny_k3.client.head("/"), tiny_k3.client.get("/")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_head_has_the_headers_of_get(tiny_k3: RunningService, path: str) -> None:
+    head, get = tiny_k3.client.head(path), tiny_k3.client.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == get.headers["content-length"]
 
