@@ -127,10 +127,12 @@ class DecoderPool:
 
     async def start(self) -> None:
         """Start all processes and return when they are ready. Raises DecoderStartError, and leaves none then."""
+        starting = asyncio.gather(*(self._start_process() for _ in range(self._num_processes)))
         try:
-            processes = await asyncio.gather(*(self._start_process() for _ in range(self._num_processes)))
-        except BaseException:  # cancelled or failed, no process may be left behind
+            processes = await asyncio.shield(starting)  # a process keeps a cancellation back until it has answered,
+        except BaseException:  # which it may never do; cancelled or failed, none may be left behind
             await self.stop()
+            await asyncio.gather(starting, return_exceptions=True)
             raise
         self._seats = [asyncio.create_task(self._keep_seat(process)) for process in processes]
 

@@ -101,7 +101,8 @@ async def serve(
             table.max_connections = max_connections
         _warn_if_open(settings, bound)
 
-    await engine.start()
+    if not await _start(engine, stop_now):
+        return EXIT_FAILED
     pairs = zip(servers, listeners, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in pairs]
     beside = [
@@ -134,6 +135,18 @@ async def serve(
     if engine.failure.done():
         log.error("the service failed: %s", engine.failure.result())
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
+
+
+async def _start(engine: Engine, stop_now: asyncio.Event) -> bool:
+    """Whether it has started; not where `stop_now` came first, as something hangs. Raises what `Engine.start` does."""
+    starting = asyncio.create_task(engine.start())
+    await first_of(asyncio.shield(starting), stop_now.wait())
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.wait([starting])
+    return False
 
 
 async def _end(

@@ -2,7 +2,8 @@
 
 `what` happens on `rank`, `where` in a batch that holds an image of `tokens` merged tokens (0: any batch, the warm-up
 too), as long as `times` is above 0; each fault counts it down. It waits for the file `gate` where one is named. With
-TP_POISON set, the front-end fills the slab, and rows that are given back, with NaN. The product knows nothing of this.
+TP_POISON set, the front-end fills the slab, and rows that are given back, with NaN; with TP_HANG_DECODERS, decode
+processes hang before their first line. The product knows nothing of this.
 """
 
 import fcntl
@@ -162,5 +163,7 @@ class PatchingFinder(importlib.machinery.PathFinder):
         return spec
 
 
+if "TP_HANG_DECODERS" in os.environ and "service.decode_process" in sys.orig_argv:
+    time.sleep(3600)
 if PATCHES:
     sys.meta_path.insert(0, PatchingFinder)  # type: ignore[arg-type]

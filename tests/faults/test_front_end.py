@@ -25,6 +25,7 @@ from running import (
     RunningService,
     assert_balanced,
     catches_sigterm,
+    decoders_of,
     descendants,
     is_alive,
     ranks_of,
@@ -61,6 +62,19 @@ def test_a_killed_front_end_leaves_nothing_and_the_next_one_starts_at_once(tmp_p
     last = RunningService(arguments).wait_ready()
     assert last.encode(GOOD).status_code == 200
     assert last.stop() == 0
+
+
+def test_a_second_sigterm_ends_it_now_while_decode_processes_hang() -> None:
+    environ = {"PYTHONPATH": str(Path(__file__).parent), "TP_HANG_DECODERS": "1"}
+    service = RunningService(["--model", MODEL], environ)
+    wait_until(lambda: decoders_of(service) != [], timeout_s=30)
+    pids = descendants(service.process.pid)
+    for _ in range(2):
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)  # two at once are one
+    assert service.process.wait(5) == 1
+    service.stop()
+    assert not any(is_alive(pid) for pid in pids)
 
 
 def num_free_patches(url: str) -> int:
