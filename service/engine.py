@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -29,6 +29,7 @@ from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceEr
 from service.geometry import ImagePlan, plan_image
 from service.groups import GROUP_STATES, WorkerGroups
 from service.header import ImageHeader
+from service.ledger import Ledger, stopping
 from service.memory_check import check_host
 from service.metrics import Metrics, ServiceState
 from service.modes import ModeChooser
@@ -53,7 +54,6 @@ _Place = tuple[int, str]  # an item of a request, by its index, and what names a
 
 _BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
 _ABANDON_TIMEOUT_S = 2.0  # a decode that goes on for longer is ended with its process
-_RETRY_S = 5.0
 _GONE_TIMEOUT_S = 2.0  # ranks that are killed are gone in milliseconds
 _HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
 _HANG_FLOOR_S = 30.0  # but none is called hung before
@@ -78,20 +78,6 @@ class Encoded:
     plans: Sequence[ImagePlan]
 
 
-@dataclass(slots=True)
-class RequestCounts:
-    """Requests since the start. Each accepted one is answered once or its client has gone: nothing is lost."""
-
-    accepted: int = 0
-    answered: int = 0
-    client_gone: int = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Accepted and neither answered nor gone."""
-        return self.accepted - self.answered - self.client_gone
-
-
 class Engine:
     """Turns images into merged tokens. One per process; built, started and stopped by `service.app`."""
 
@@ -110,26 +96,20 @@ class Engine:
         self.layout = SlabLayout.of(spec, num_patches=settings.slab_patches, itemsize=ITEMSIZE[self.dtype])
         self.admission = Admission(settings.slab_patches, settings.limits)
         self.cache = ContentCache(settings.cache.max_bytes)
-        self.counts = RequestCounts()
+        self.requests = Ledger()
         self.metrics = Metrics(settings, model=self.model_name, dtype=self.dtype, read_state=self._read_state)
         self.ready = asyncio.Event()  # a group was ready at least once
         self._on_progress = on_progress
         self._batcher = Batcher(settings.capacity.max_patches_per_image)
         self._modes = ModeChooser(spec, settings.parallel.tensor)
         self._tier_times = TierTimes(settings.capacity.patch_capacities)
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._is_draining = False
-        self._is_abandoning = False
-        self._active_tasks: set[asyncio.Task[Any]] = set()
-        self._taking: set[asyncio.Timeout] = set()  # requests that are still read
 
     @property
     def state(self) -> State:
         """Ready while at least one group is loaded and warm and nobody asked us to stop."""
         if self.failure.done():
             return "failed"
-        if self._is_draining:
+        if self.requests.is_closed:
             return "draining"
         return "ready" if self._groups.ready else "loading"
 
@@ -156,17 +136,8 @@ class Engine:
         Raises NotReady at the start or in the middle of the block, as soon as nothing new is taken any more.
         """
         self.check_serving()
-        until_stop = asyncio.timeout(None)
-        try:
-            async with until_stop:
-                self._taking.add(until_stop)
-                yield
-        except TimeoutError:
-            if not until_stop.expired():
-                raise
-            raise _stopping() from None
-        finally:
-            self._taking.discard(until_stop)
+        async with self.requests.taking():
+            yield
 
     @cached_property
     def _fixed_digest(self) -> str:
@@ -203,9 +174,7 @@ class Engine:
         record.policy = options.policy
         entries: list[Entry] = []
         limit_s = options.settings.limits.request_timeout_s
-        task = asyncio.current_task()
-        assert task is not None
-        with self._active(task):  # from here on it is accepted, and gets exactly one answer
+        with self.requests.accept():  # from here on it gets exactly one answer
             try:
                 async with asyncio.timeout(limit_s):
                     if options.settings.cache.max_bytes:
@@ -216,10 +185,6 @@ class Engine:
                 raise failed.named(options.param) from None
             except TimeoutError:
                 raise self._too_late(entries, limit_s) from None
-            except asyncio.CancelledError:
-                if self._is_abandoning:
-                    raise _stopping() from None
-                raise
             finally:
                 for entry in entries:
                     entry.future.cancel()  # whoever is not answered by now is not wanted any more
@@ -314,7 +279,8 @@ class Engine:
             "queued_s": self.admission.expected_wait_s(),
             "bytes": self.admission.bytes_in_flight,
         }
-        requests = {**asdict(self.counts), "in_flight": self.counts.in_flight}
+        counts = self.requests.counts
+        requests = {**asdict(counts), "in_flight": counts.in_flight}
         limit = {"largest_tier_without_restart": self.started_with.capacity.max_patches_per_image}
         image = self.settings.image.model_dump(include={"orientation", "gray16"})
         return {**plan, **limit, "image": image, "ranks": ranks, "in_flight": in_flight, "requests": requests}
@@ -389,26 +355,21 @@ class Engine:
 
     async def drain(self) -> None:
         """Take nothing new; wait for what was accepted, up to the drain limit."""
-        self._take_no_more()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), self.settings.limits.drain_timeout_s)
+        self.requests.close()
+        await self.requests.drained(self.settings.limits.drain_timeout_s)
 
     async def abandon(self) -> None:
         """Answer what is still in flight with 503: the drain is over. Returns when that is done, or soon."""
-        self._is_abandoning = True
-        self._take_no_more()
-        for task in list(self._active_tasks):
-            task.cancel()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), _ABANDON_TIMEOUT_S)
+        self.requests.abandon()
+        await self.requests.drained(_ABANDON_TIMEOUT_S)
 
     async def stop(self, now: asyncio.Event | None = None) -> None:
         """End everything, in the order in which nobody is left writing to what is taken away.
 
         Once `now` is set, it does not wait for the ranks to end by themselves.
         """
-        self._take_no_more()
-        self._batcher.fail_all(_stopping)
+        self.requests.close()
+        self._batcher.fail_all(stopping)
         await self._groups.stop(now or asyncio.Event())
         await self._decoders.stop()
         self.slab.close()
@@ -464,7 +425,7 @@ class Engine:
     def _too_late(self, entries: Sequence[Entry], limit_s: float) -> ServiceError:
         """Of a request that waited for others' entries, it is only known whether there is a group now."""
         if any(entry.num_losses for entry in entries) or self.state == "loading":
-            return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s", retry_after_s=_RETRY_S)
+            return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s")
         return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
 
     async def _leave_rows(self, batch: PackedBatch, group: WorkerGroup) -> None:
@@ -478,7 +439,7 @@ class Engine:
                 old = entry.rows
                 old.hold()
                 if entry.is_wanted:
-                    entry.future.set_exception(WorkersLost("a worker group was lost", retry_after_s=_RETRY_S))
+                    entry.future.set_exception(WorkersLost("a worker group was lost"))
             left.append(old)
         self._groups.spawn(_release_when(group.gone, left))
 
@@ -509,16 +470,16 @@ class Engine:
         groups = self._groups
         slab_patches = self.admission.allocator.num_patches
         return ServiceState(
-            queue_requests=self.counts.in_flight,
+            queue_requests=self.requests.counts.in_flight,
             queue_images=len(self._batcher),
             queue_cost_seconds=self.admission.expected_wait_s(),
             queue_bytes=self.admission.bytes_in_flight,
             slab_patches=slab_patches,
             slab_used_patches=slab_patches - self.admission.allocator.num_free,
             ready=self.state == "ready",
-            accepted_total=self.counts.accepted,
-            answered_total=self.counts.answered,
-            client_gone_total=self.counts.client_gone,
+            accepted_total=self.requests.counts.accepted,
+            answered_total=self.requests.counts.answered,
+            client_gone_total=self.requests.counts.client_gone,
             cache_hits_total=self.cache.num_hits,
             cache_misses_total=self.cache.num_misses,
             cache_coalesced_total=self.cache.num_coalesced,
@@ -531,12 +492,7 @@ class Engine:
         )
 
     def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
-        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good", retry_after_s=_RETRY_S))
-
-    def _take_no_more(self) -> None:
-        self._is_draining = True
-        while self._taking:
-            self._taking.pop().reschedule(0)
+        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good"))
 
     def check_serving(self) -> None:
         """Raise NotReady unless requests are taken now."""
@@ -545,35 +501,13 @@ class Engine:
             reason = {"loading": "the workers are loading", "draining": "the service is stopping"}.get(
                 state, "it failed"
             )
-            raise NotReady(reason, retry_after_s=_RETRY_S)
-
-    @contextlib.contextmanager
-    def _active(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        self.counts.accepted += 1
-        self._active_tasks.add(task)
-        self._idle.clear()
-        is_gone = False
-        try:
-            yield
-        except asyncio.CancelledError:
-            is_gone = True
-            raise
-        finally:
-            self.counts.client_gone += is_gone
-            self.counts.answered += not is_gone
-            self._active_tasks.discard(task)
-            if self.counts.in_flight == 0:
-                self._idle.set()
+            raise NotReady(reason)
 
 
 async def _release_when(event: asyncio.Event, held: Sequence[Rows]) -> None:
     await event.wait()
     for rows in held:
         rows.release()
-
-
-def _stopping() -> NotReady:
-    return NotReady("the service is stopping", retry_after_s=_RETRY_S)
 
 
 def _files(item: Item, index: int) -> list[tuple[_Place, ImageBytes]]:

@@ -19,6 +19,8 @@ Messages name the value found and the limit, never the client's bytes. `numbers`
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+_NOT_READY_RETRY_S = 5.0  # about what a restart takes
+
 
 class ServiceError(Exception):
     """Base of the tree. `param` names the field or image at fault, `retry_after_s` becomes the Retry-After header."""
@@ -225,6 +227,9 @@ class NotReady(ServiceError):
     """Loading or draining."""
 
     status, code = 503, "not_ready"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = _NOT_READY_RETRY_S, **others: Any) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **others)
 
 
 class WorkersLost(NotReady):

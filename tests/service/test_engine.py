@@ -37,7 +37,7 @@ def run_engine(folder: Path, use: Use, on_message: Callable[[wire.Message], None
                 await engine.ready.wait()
                 await use(engine, settings)
                 await until(lambda: engine.admission.allocator.num_free == settings.slab_patches)
-            assert engine.counts.accepted == engine.counts.answered
+            assert engine.requests.counts.accepted == engine.requests.counts.answered
         finally:
             await engine.stop()
 
