@@ -10,6 +10,11 @@ from typing import Literal
 Mode = Literal["tp", "dp"]
 
 
+def timing_sizes(smallest_tier: int) -> tuple[int, int]:
+    """Patches of the two images that a rank times in both modes before it is ready: a line goes through two points."""
+    return max(4, smallest_tier // 64 * 4), max(8, smallest_tier // 16 * 4)
+
+
 def assign_images(costs: Sequence[float], world_size: int) -> list[list[int]]:
     """Which images each rank encodes alone, as ascending indexes: the costliest first, each to the least loaded rank.
 

@@ -25,7 +25,7 @@ from tp.checkpoint import CheckpointError, fingerprint, read_vision_tensors
 from tp.control import EXIT_FRONT_END_GONE, ControlClient, RefusedError
 from tp.exchange import ExchangeError
 from tp.memory import MemoryShortError, fit_memory, scratch_rows, total_bytes
-from tp.modes import assign_images
+from tp.modes import assign_images, timing_sizes
 from tp.parallel import TPGroup
 from tp.process import resident_bytes
 from tp.runner import Runner
@@ -147,10 +147,9 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
     report = runner.warm_up(tiers[0])
     timings: list[wire.Timing] = []
     if settings.parallel.resident == "full" and world_size > 1:
-        sizes = (max(4, tiers[0] // 64 * 4), max(8, tiers[0] // 16 * 4))  # two, for a line through them
         timings = [
             wire.Timing(mode=mode, num_patches=size, seconds=seconds)
-            for mode, size, seconds in runner.time_modes(sizes)
+            for mode, size, seconds in runner.time_modes(timing_sizes(tiers[0]))
         ]
     control.send(
         wire.Ready(

@@ -27,7 +27,7 @@ from tp.spec import ITEMSIZE
 _COLUMNS = 132
 _EXIT_FAILED = 1
 _SIZE = re.compile(r"(\d+)x(\d+)(?::([\d.]+))?")
-_BATCH = re.compile(r"(\d+)x(\d+)")
+_IMAGES = re.compile(r"(\d+)x(\d+)")
 
 OnStep = Callable[[str], None]
 Part = Callable[[argparse.Namespace, OnStep], Report]
@@ -54,6 +54,7 @@ def run_tower(arguments: argparse.Namespace, on_step: OnStep) -> Report:
             arguments.tp,
             arguments.exchange,
             times_baseline=arguments.baseline,
+            ablates=arguments.ablate,
             rounds=arguments.rounds,
             run_s=arguments.seconds,
             on_step=on_step,
@@ -101,7 +102,7 @@ def _add_tower(parts: Any) -> None:
         "--patches", type=_integers, default=[], metavar="N,N,…", help="lone images of so many patches, multiples of 4"
     )
     parser.add_argument(
-        "--images", type=_batches, default=[], metavar="CxN,…", help="batches of C images of N patches each"
+        "--images", type=_batches, default=[], metavar="CxN[+CxN…],…", help="batches of C images of N patches each"
     )
     parser.add_argument(
         "--exchange",
@@ -113,6 +114,9 @@ def _add_tower(parts: Any) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender on each batch (default 3)")
     parser.add_argument("--seconds", type=float, default=1, help="of a run, at least (default 1)")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="do not time stock torch")
+    parser.add_argument(
+        "--ablate", action="store_true", help="on CPU: one rank with one improvement left out too, for each of them"
+    )
 
 
 def _add_http(parts: Any) -> None:
@@ -213,8 +217,8 @@ def _numbers(text: str) -> list[float]:
 
 def _batches(text: str) -> list[tuple[int, ...]]:
     """Patches of each image of each batch."""
-    found = [_matched(_BATCH, part) for part in text.split(",")]
-    return [(int(patches),) * int(count) for count, patches in found]
+    batches = [[_matched(_IMAGES, part) for part in batch.split("+")] for batch in text.split(",")]
+    return [tuple(int(patches) for count, patches in batch for _ in range(int(count))) for batch in batches]
 
 
 def _sizes(text: str) -> list[Size]:

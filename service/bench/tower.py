@@ -14,27 +14,36 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 from service.bench.report import BenchError, Column, Header, Report, number
-from service.bench.usage import Watched, undisturbed, worst
+from service.bench.usage import MAX_REPEATS, Watched, undisturbed, worst
 from service.launcher import rank_environ, torchrun_command
-from tp.bench.messages import Command, Forward, Hello, Products, Ran, Rates
+from service.modes import Choice, ModeChooser
+from tp.bench.messages import Command, Forward, Hello, KernelSet, Products, Ran, Rates, TimeModes, Timings
 from tp.checkpoint import check_tensors, read_vision_tensors
-from tp.modes import Mode
+from tp.modes import Mode, timing_sizes
 from tp.settings import Settings
 from tp.spec import EncoderSpec, check_world_size, read_spec
 
 Exchange = Literal["auto", "gloo", "shared_memory"]
+Kind = tuple[int, int, KernelSet, Exchange]  # what `Contender.kind` tells apart
 
 BASELINE = "stock torch"
+_ABLATIONS: dict[str, KernelSet] = {
+    "stock linears": "stock-linears",
+    "stock attention": "stock-attention",
+    "unpacked keys": "unpacked-keys",
+}
 _PROBE_PATCHES = 256
-_LONG_S = 30.0  # a forward that will take longer is run once, without warm-up
+_LONG_S = 30.0  # a forward that will take longer is run once, without warm-up,
+_VERY_LONG_S = 300.0  # and beyond this it is not repeated where others disturb it, only marked
 _PRODUCT_SHARE = 0.3  # of a run, for each of a block's four matrix products in every round
 _START_TIMEOUT_S = 600.0
 _POLL_S = 0.5
@@ -50,7 +59,7 @@ class Contender:
     settings: Settings
     mode: Mode = "tp"
     copies: int = 1
-    is_stock: bool = False  # no kernels but stock torch's
+    kernels: KernelSet = "fastest"
 
     @property
     def world_size(self) -> int:
@@ -58,18 +67,24 @@ class Contender:
         return self.settings.parallel.tensor
 
     @property
+    def kind(self) -> Kind:
+        """The same of both modes of one group."""
+        return self.world_size, self.copies, self.kernels, self.settings.parallel.exchange
+
+    @property
     def images_at_once(self) -> int:
         """As many as it takes to keep every rank busy."""
         return self.copies * (self.world_size if self.mode == "dp" else 1)
 
     def takes(self, patches: Sequence[int]) -> bool:
-        """Whether the batch can be shared out."""
-        return len(patches) >= self.images_at_once and len(patches) % self.copies == 0
+        """Whether the batch can be shared out: over groups that know nothing of each other, in equal parts only."""
+        is_equal = len(patches) % self.copies == 0 and len(set(patches)) == 1
+        return len(patches) >= self.images_at_once and (self.copies == 1 or is_equal)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender on one batch of equal images. Times are of one forward; rates are FLOP/s."""
+    """One contender on one batch. Times are of one forward; rates are FLOP/s."""
 
     batch: str
     contender: str
@@ -81,7 +96,7 @@ class Row:
     mode: Mode
     dtype: str
     num_images: int
-    patches: int  # of one image
+    patches: int  # of the largest image
     seconds: float
     fastest_s: float
     slowest_s: float
@@ -92,6 +107,8 @@ class Row:
     product_rates: dict[str, float]
     baseline_s: float | None
     predicted_s: float  # the contender's first batch, scaled by the formula
+    chooser_s: float | None  # what a service's mode chooser predicts of it, where there are two modes
+    is_chosen: bool  # whether it would run the batch so
     weights_bytes: int  # of the largest rank, as are the next two
     peak_growth_bytes: int | None  # RssAnon + RssShmem over what it held before its first forward
     torch_peak_bytes: int | None  # tensors, as torch counts them
@@ -121,7 +138,7 @@ class Row:
     @property
     def mark(self) -> str:
         """What a reader must know of the row."""
-        return "disturbed" if self.is_disturbed else ""
+        return " ".join(["chosen"] * self.is_chosen + ["disturbed"] * self.is_disturbed)
 
 
 COLUMNS = (
@@ -138,6 +155,8 @@ COLUMNS = (
     Column("patches"),
     Column("seconds", "s", number("{:.4g}")),
     Column("predicted_s", "formula", number("{:.4g}")),
+    Column("chooser_s", "chooser", number("{:.4g}")),
+    Column("is_chosen"),
     Column("fastest_s"),
     Column("slowest_s"),
     Column("num_forwards"),
@@ -160,6 +179,7 @@ COLUMNS = (
 _NOTES = (
     "s: median time of one forward; formula: the contender's first batch scaled by FLOPs; GEMM: the best of a block's "
     "four matrix products at that many patches, all threads, in the same rounds; MFU: GFLOP/s over GEMM.",
+    "chooser: what a service's mode chooser predicts, fitted before the first batch; chosen: the mode it would take.",
     "peak MB: growth of the largest rank's private and shared memory over what it held with its weights; tensors MB: "
     "the same as torch counts it; others: CPU that other processes used.",
 )
@@ -172,25 +192,28 @@ def contenders(
     num_cores: int,
     *,
     has_many_images: bool,
+    ablates: bool = False,
 ) -> list[Contender]:
     """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow.
 
     For batches of many images there is data parallelism too, and what it has to reach: as many processes as it has
-    ranks, each on its own.
+    ranks, each on its own. `ablates`: one rank with one improvement left out, for each of them.
     """
     spec = _spec_of(settings)
-    found = [Contender(BASELINE, _with(settings, 1, num_cores), is_stock=True)]
+    found = [Contender(BASELINE, _with(settings, 1, num_cores), kernels="stock")]
     for size in world_sizes:
         check_world_size(spec, size)
         threads = num_cores // size
         if size == 1:
             found.append(Contender("1 rank", _with(settings, 1, threads)))
+            for what, kernels in _ABLATIONS.items() if ablates else ():
+                found.append(Contender(f"1 rank, {what}", _with(settings, 1, threads), kernels=kernels))
             continue
         for exchange in exchanges:
             suffix = "" if exchange == "auto" else f", {exchange}"
             found.append(Contender(f"{size} ranks{suffix}", _with(settings, size, threads, exchange=exchange)))
         if has_many_images:
-            full = _with(settings, size, threads, resident="full")
+            full = _with(settings, size, threads, resident="full", exchange=exchanges[0])
             found.append(Contender(f"{size} ranks, data-parallel", full, mode="dp"))
             found.append(Contender(f"{size} processes", _with(settings, 1, threads), copies=size))
     return found
@@ -205,6 +228,7 @@ def bench_tower(
     rounds: int,
     run_s: float,
     times_baseline: bool = True,
+    ablates: bool = False,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Report:
     """Time the encoder of `settings.model.path` on every batch (patches of its images), in the given order.
@@ -218,22 +242,33 @@ def bench_tower(
     with contextlib.ExitStack() as stack:
         entrants = []
         num_cores, has_many_images = len(os.sched_getaffinity(0)), any(len(patches) > 1 for patches in batches)
-        entries = contenders(settings, world_sizes, exchanges, num_cores, has_many_images=has_many_images)
+        entries = contenders(
+            settings, world_sizes, exchanges, num_cores, has_many_images=has_many_images, ablates=ablates
+        )
         for contender in entries:
             on_step(f"starting {contender.name}")
             entrants.append(stack.enter_context(_entered(contender)))
-        race = Race(spec, entrants, rounds=rounds, run_s=run_s, times_baseline=times_baseline, on_step=on_step)
+        choosers = {}
+        for entrant in entrants:
+            if entrant.contender.mode == "dp":
+                on_step(f"{entrant.contender.name}: fitting the mode chooser")
+                choosers[entrant.contender.kind] = entrant.fit_chooser(spec)
+        race = Race(
+            spec, entrants, choosers, rounds=rounds, run_s=run_s, times_baseline=times_baseline, on_step=on_step
+        )
         for patches in batches:
             on_step(f"timing {label(patches)} patches")
             race.run(patches)
         on_step("counting tensors")
         rows = race.rows()
-    return Report("tpvision bench tower", header, COLUMNS, rows, _NOTES)
+    return Report("tpvision bench tower", header, COLUMNS, rows, (*_NOTES, *_chooser_note(rows)))
 
 
 def label(patches: Sequence[int]) -> str:
-    """A batch of equal images, in words."""
-    return f"{patches[0]:,}" if len(patches) == 1 else f"{len(patches)} x {patches[0]:,}"
+    """A batch, in words."""
+    if len(patches) == 1:
+        return f"{patches[0]:,}"
+    return " + ".join(f"{count} x {size:,}" for size, count in Counter(patches).items())
 
 
 class Race:
@@ -243,6 +278,7 @@ class Race:
         self,
         spec: EncoderSpec,
         entrants: Sequence["Entrant"],
+        choosers: Mapping[Kind, ModeChooser],
         *,
         rounds: int,
         run_s: float,
@@ -253,6 +289,7 @@ class Race:
         self._on_step = on_step
         self._multiplier = entrants[0]  # one process with all threads
         self._entrants = entrants if times_baseline else entrants[1:]
+        self._choosers = choosers
         self._rounds = rounds
         self._run_s = run_s
         self._results: list[_Result] = []
@@ -272,10 +309,11 @@ class Race:
         laps: dict[str, list[Watched[Lap]]] = {entrant.contender.name: [] for entrant in entrants}
         for _ in range(1 if is_long else self._rounds):
             products.append(
-                undisturbed(partial(self._multiplier.multiply, patches[0], _PRODUCT_SHARE * self._run_s)).result
+                undisturbed(partial(self._multiplier.multiply, max(patches), _PRODUCT_SHARE * self._run_s)).result
             )
             for entrant in entrants:
-                lap = undisturbed(partial(entrant.lap, patches, flops, self._run_s))
+                repeats = 0 if flops / entrant.rate > _VERY_LONG_S else MAX_REPEATS
+                lap = undisturbed(partial(entrant.lap, patches, flops, self._run_s), max_repeats=repeats)
                 laps[entrant.contender.name].append(lap)
                 about = f"{lap.result.seconds:.3g} s, others {lap.others_share:.1%}, run {lap.num_runs} times"
                 self._on_step(f"{label(patches)} patches, {entrant.contender.name}: {about}")
@@ -291,8 +329,16 @@ class Race:
         rows = []
         for result in self._results:
             first = firsts.setdefault(result.name, result)
-            rows.append(result.row(first, baselines.get(tuple(result.patches))))
+            rows.append(result.row(first, baselines.get(tuple(result.patches)), self._choice(result)))
         return rows
+
+    def _choice(self, result: "_Result") -> Choice | None:
+        """Between the two modes of one group, where the batch can be run in both."""
+        contender, patches = result.entrant.contender, result.patches
+        chooser = self._choosers.get(contender.kind)
+        if chooser is None or len(patches) < contender.world_size:
+            return None
+        return chooser.choose([self._spec.cost(count) for count in patches])
 
     def _flops(self, patches: Sequence[int]) -> int:
         return sum(map(self._spec.flops, patches))
@@ -326,7 +372,7 @@ class _Result:
     def seconds(self) -> float:
         return median(lap.result.seconds for lap in self.laps)
 
-    def row(self, first: "_Result", baseline_s: float | None) -> Row:
+    def row(self, first: "_Result", baseline_s: float | None, choice: Choice | None) -> Row:
         contender = self.entrant.contender
         hellos = [rank.hello for rank in self.entrant.ranks]
         seconds = [lap.result.seconds for lap in self.laps]
@@ -342,7 +388,7 @@ class _Result:
             mode=contender.mode,
             dtype=contender.settings.compute_dtype(_spec_of(contender.settings)),
             num_images=len(self.patches),
-            patches=self.patches[0],
+            patches=max(self.patches),
             seconds=self.seconds,
             fastest_s=min(seconds),
             slowest_s=max(seconds),
@@ -356,6 +402,8 @@ class _Result:
             },
             baseline_s=baseline_s,
             predicted_s=first.seconds * self.flops / first.flops,
+            chooser_s=None if choice is None else choice.predicted_s[contender.mode],
+            is_chosen=choice is not None and choice.mode == contender.mode,
             weights_bytes=max(hello.weights_bytes for hello in hellos),
             peak_growth_bytes=_largest(growths),
             torch_peak_bytes=None if self.is_long else self.entrant.count_tensors(self.patches),
@@ -396,6 +444,16 @@ class Entrant:
         rank = self.ranks[0]
         rank.send(Products(patches=patches, seconds=seconds))
         return Rates.model_validate_json(rank.receive())
+
+    def fit_chooser(self, spec: EncoderSpec) -> ModeChooser:
+        """A mode chooser, as a service has it when its ranks are ready and no batch was run."""
+        chooser = ModeChooser(spec, self.contender.world_size)
+        smallest_tier = self.contender.settings.capacity.patch_capacities[0]
+        for rank in self.ranks:
+            rank.send(TimeModes(sizes=timing_sizes(smallest_tier)))
+        answers = [Timings.model_validate_json(rank.receive()) for rank in self.ranks]
+        chooser.learn(answers[0].timings)  # as the engine does
+        return chooser
 
     def _forward(self, patches: Sequence[int], *, times: int = 1, counts_memory: bool = False) -> list[Ran]:
         """Run the batch on all copies at once; what each rank says."""
@@ -447,7 +505,7 @@ def _started(contender: Contender) -> Iterator[list[_Rank]]:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(str(folder / "socket"))
         listener.listen()
-        flags = ["--socket", str(folder / "socket"), *(["--stock"] if contender.is_stock else [])]
+        flags = ["--socket", str(folder / "socket"), "--kernels", contender.kernels]
         command = torchrun_command(contender.settings, folder, "tp.bench.rank", *flags)
         environ = {**rank_environ(contender.settings, 0), **_QUIET_PROFILER}
         process = stack.enter_context(_running(command, environ))
@@ -487,6 +545,22 @@ def _accept(listener: socket.socket, process: subprocess.Popen[bytes], name: str
         if process.poll() is not None:
             raise BenchError(f"{name} did not start: torchrun ended with status {process.returncode}")
     raise BenchError(f"{name} did not start within {_START_TIMEOUT_S:g} s")
+
+
+def _chooser_note(rows: Sequence[Row]) -> list[str]:
+    """What the chooser's choices cost against the better mode, over all batches that can be run in both."""
+    groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.chooser_s is not None:
+            groups[row.batch, row.world_size].append(row)
+    losses = [
+        sum(row.seconds for row in modes if row.is_chosen) / min(row.seconds for row in modes) - 1
+        for modes in groups.values()
+        if len(modes) == len(get_args(Mode))
+    ]
+    if not losses:
+        return []
+    return [f"the chosen mode took at most {max(losses):.1%} longer than the better one, over {len(losses)} batch(es)"]
 
 
 def _span_s(ran: Sequence[Ran]) -> float:

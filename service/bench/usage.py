@@ -66,10 +66,12 @@ class Watched(Generic[Result]):
         return self.others_share > MAX_OTHERS_SHARE
 
 
-def undisturbed(run: Callable[[], Result], watch: Callable[[], CpuWatch] = CpuWatch) -> Watched[Result]:
+def undisturbed(
+    run: Callable[[], Result], watch: Callable[[], CpuWatch] = CpuWatch, *, max_repeats: int = MAX_REPEATS
+) -> Watched[Result]:
     """The result of `run`, repeated while others disturb it; if they never stop, that of the least disturbed run."""
     runs: list[Watched[Result]] = []
-    while not runs or (runs[-1].is_disturbed and len(runs) <= MAX_REPEATS):
+    while not runs or (runs[-1].is_disturbed and len(runs) <= max_repeats):
         watching = watch()
         result = run()
         runs.append(Watched(result, watching.others_share(), len(runs) + 1))

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from tp.modes import Mode
+from tp.wire import Timing
+
+KernelSet = Literal["fastest", "stock", "stock-linears", "stock-attention", "unpacked-keys"]
 
 
 class _Message(BaseModel):
@@ -47,6 +50,19 @@ class Ran(_Message):
     torch_peak_bytes: int | None  # tensors beside the weights; None unless asked for
 
 
+class TimeModes(_Message):
+    """Time one image of each of these patches in both modes, as a serving rank does; answered by `Timings`."""
+
+    kind: Literal["time_modes"] = "time_modes"
+    sizes: tuple[int, ...]
+
+
+class Timings(_Message):
+    """What was timed."""
+
+    timings: tuple[Timing, ...]
+
+
 class Products(_Message):
     """Run each of a block's four matrix products over so many patches for so long; answered by `Rates`."""
 
@@ -66,5 +82,5 @@ class Rates(_Message):
         return max(self.flops_per_s.values())
 
 
-Command = Forward | Products
+Command = Forward | TimeModes | Products
 COMMAND: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from tp.bench.ablations import KERNELS
 from tp.bench.allocated import peak_allocated_bytes
-from tp.bench.messages import COMMAND, Forward, Hello, Products, Ran, Rates
+from tp.bench.messages import COMMAND, Forward, Hello, Products, Ran, Rates, TimeModes, Timings
 from tp.bench.products import product_rates
-from tp.kernels import STOCK, Kernels
+from tp.kernels import Kernels
 from tp.modes import assign_images
 from tp.parallel import TPGroup
 from tp.process import PARENT_VARIABLE, die_with_parent, forget_peak, peak_resident_bytes, resident_bytes
@@ -29,6 +30,7 @@ from tp.runner import Bytes, EncodeReport, Runner
 from tp.settings import load_settings
 from tp.spec import ITEMSIZE, Grid, read_spec
 from tp.weights import TORCH_DTYPES
+from tp.wire import Timing
 
 
 @record
@@ -38,12 +40,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the benchmark, which hangs up
     parser = argparse.ArgumentParser(description="One rank of `tpvision bench tower`; started by torchrun.")
     parser.add_argument("--socket", type=Path, required=True, help="the benchmark's socket")
-    parser.add_argument("--stock", action="store_true", help="nothing but stock torch's kernels")
+    parser.add_argument("--kernels", choices=KERNELS, default="fastest", help="which to use")
     arguments = parser.parse_args()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(arguments.socket))
         lines = connection.makefile("rw")
-        rank = BenchRank(STOCK if arguments.stock else None)
+        rank = BenchRank(KERNELS[arguments.kernels])
         print(rank.hello().model_dump_json(), file=lines, flush=True)
         for line in lines:
             print(rank.answer(line).model_dump_json(), file=lines, flush=True)
@@ -89,10 +91,16 @@ class BenchRank:
             collectives=self._group.describe_collectives(),
         )
 
-    def answer(self, line: str) -> Ran | Rates:
+    def answer(self, line: str) -> Ran | Timings | Rates:
         """Do what the line says."""
         command = COMMAND.validate_json(line)
-        return self._multiply(command) if isinstance(command, Products) else self._forward(command)
+        match command:
+            case Forward():
+                return self._forward(command)
+            case TimeModes():
+                return self._time_modes(command)
+            case Products():
+                return self._multiply(command)
 
     def _forward(self, command: Forward) -> Ran:
         encode = self._encoder_alone(command.patches) if command.mode == "dp" else self._encoder(command.patches)
@@ -130,6 +138,12 @@ class BenchRank:
             pixels = np.random.default_rng(0).integers(0, 256, (num_patches, self._spec.patch_bytes), np.uint8)
             self._images[num_patches] = grid, pixels, np.full(shape, 255, np.uint8)
         return self._images[num_patches]
+
+    def _time_modes(self, command: TimeModes) -> Timings:
+        times = self._runner.time_modes(command.sizes)
+        return Timings(
+            timings=tuple(Timing(mode=mode, num_patches=size, seconds=seconds) for mode, size, seconds in times)
+        )
 
     @property
     def _images_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """`tpvision bench tower`: its arithmetic, and all of it on the tiny demo model over real ranks."""
 
+import argparse
 import json
 import os
 import shutil
@@ -8,17 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from running import COMMAND, GOLDEN, ROOT, descendants, is_alive, wait_until
 
-from service.bench.tower import BASELINE, Contender, Entrant, Lap, Race, Row, contenders, label
+from service.bench.command import _batches
+from service.bench.tower import BASELINE, Contender, Entrant, Exchange, Lap, Race, Row, _chooser_note, contenders, label
 from service.bench.usage import CpuWatch
 from service.demo_model import demo_config, demo_preprocessor_config
-from tp.bench.messages import Hello, Rates
+from service.modes import ModeChooser
+from tp.bench.messages import Hello, KernelSet, Rates
 from tp.settings import load_settings
 from tp.spec import PUBLISHED_K3, SpecError, parse_spec
+from tp.wire import Timing
 
 MODEL = GOLDEN / "tiny-k3-f32"
 ROW = Row(
@@ -43,6 +47,8 @@ ROW = Row(
     product_rates={"wo": 300e9, "fc0": 400e9},
     baseline_s=1.0,
     predicted_s=0.5,
+    chooser_s=None,
+    is_chosen=False,
     weights_bytes=1,
     peak_growth_bytes=None,
     torch_peak_bytes=None,
@@ -69,18 +75,41 @@ def test_a_disturbed_row_is_marked() -> None:
     assert (ROW.mark, replace(ROW, is_disturbed=True).mark) == ("", "disturbed")
 
 
+def test_what_the_chooser_costs_is_told_over_batches_that_were_run_in_both_modes() -> None:
+    tp = replace(ROW, chooser_s=0.5, is_chosen=True)
+    dp = replace(ROW, mode="dp", seconds=0.4, chooser_s=0.6)
+    other = replace(ROW, contender="2 ranks, gloo", seconds=0.1)
+    assert tp.mark == "chosen"
+    assert _chooser_note([tp, dp, other]) == [
+        "the chosen mode took at most 25.0% longer than the better one, over 1 batch(es)"
+    ]
+    right = [replace(tp, batch="2 x 64", is_chosen=False), replace(dp, batch="2 x 64", is_chosen=True)]
+    assert "25.0% longer than the better one, over 2 batch" in _chooser_note([tp, dp, *right])[0]
+    assert _chooser_note([tp, other]) == []
+
+
 def test_batches_have_names() -> None:
     assert (label([4096]), label([1024] * 16)) == ("4,096", "16 x 1,024")
+    assert label([1024, 1024, 64]) == "2 x 1,024 + 1 x 64"
 
 
-def entries(world_sizes: list[int], num_cores: int, *, has_many_images: bool = False) -> list[Contender]:
+def test_batches_are_named_by_count_and_size() -> None:
+    assert _batches("16x1024,2x64+1x256") == [(1024,) * 16, (64, 64, 256)]
+    with pytest.raises(argparse.ArgumentTypeError, match="'x64' is not of the form"):
+        _batches("x64")
+
+
+def entries(
+    world_sizes: list[int], num_cores: int, *, has_many_images: bool = False, ablates: bool = False
+) -> list[Contender]:
     settings = load_settings(flags={"model.path": MODEL}).settings
-    return contenders(settings, world_sizes, ["auto", "gloo"], num_cores, has_many_images=has_many_images)
+    exchanges: list[Exchange] = ["auto", "gloo"]
+    return contenders(settings, world_sizes, exchanges, num_cores, has_many_images=has_many_images, ablates=ablates)
 
 
 def test_cores_are_shared_out_and_the_baseline_has_all_of_them() -> None:
     found = entries([1, 3], 6)
-    assert (found[0].name, found[0].is_stock) == (BASELINE, True)
+    assert (found[0].name, found[0].kernels) == (BASELINE, "stock")
     assert [(who.world_size, who.settings.parallel.threads) for who in found] == [(1, 6), (1, 6), (3, 2), (3, 2)]
 
 
@@ -98,6 +127,18 @@ def test_many_images_are_run_data_parallel_and_by_processes_on_their_own() -> No
     assert (apart.mode, apart.copies, apart.world_size, apart.settings.parallel.threads) == ("tp", 2, 1, 1)
     assert [parallel.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, True, True]
     assert [apart.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, False, True]
+    assert (parallel.takes([64, 256]), apart.takes([64, 256])) == (True, False)
+
+
+def test_each_improvement_is_left_out_once() -> None:
+    alone = [who for who in entries([1, 2], 2, ablates=True) if who.name.startswith("1 rank")]
+    assert [who.name for who in alone] == [
+        "1 rank",
+        "1 rank, stock linears",
+        "1 rank, stock attention",
+        "1 rank, unpacked keys",
+    ]
+    assert {who.kernels for who in alone} | {"stock"} == set(get_args(KernelSet))
 
 
 def test_a_world_size_that_the_heads_do_not_allow_is_refused() -> None:
@@ -145,11 +186,26 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuWatch, "others_share", lambda self: 0.0)
 
 
-def race_of(paces: dict[str, float], told: list[str], *, times_baseline: bool = True) -> Race:
-    found = {who.name: who for who in entries([1, 2], 2)}
+def chooser_of(dp_factor: float) -> ModeChooser:
+    """For two ranks; an image takes so many times as long in data-parallel mode."""
+    chooser = ModeChooser(PUBLISHED_K3, 2)
+    sizes = {size: PUBLISHED_K3.cost(size) / 1000 for size in (64, 256)}
+    chooser.learn(
+        Timing(mode=mode, num_patches=size, seconds=factor * seconds)
+        for mode, factor in (("tp", 1.0), ("dp", dp_factor))
+        for size, seconds in sizes.items()
+    )
+    return chooser
+
+
+def race_of(
+    paces: dict[str, float], told: list[str], *, times_baseline: bool = True, dp_factor: float | None = None
+) -> Race:
+    found = {who.name: who for who in entries([1, 2], 2, has_many_images=True)}
     entrants = [PacedEntrant(found[name], pace, told) for name, pace in paces.items()]
     told.clear()
-    race = Race(PUBLISHED_K3, entrants, rounds=2, run_s=1, times_baseline=times_baseline)
+    choosers = {entrants[-1].contender.kind: chooser_of(dp_factor)} if dp_factor else {}
+    race = Race(PUBLISHED_K3, entrants, choosers, rounds=2, run_s=1, times_baseline=times_baseline)
     told.clear()  # the probes
     return race
 
@@ -186,6 +242,19 @@ def test_a_baseline_that_is_not_timed_still_multiplies() -> None:
     assert (row.contender, row.speedup, row.product_rate) == ("2 ranks", None, 3e12)
 
 
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("dp_factor", "chosen"), [(1.5, "2 ranks, data-parallel"), (2.5, "2 ranks")])
+def test_the_mode_that_the_chooser_would_take_is_marked(dp_factor: float, chosen: str) -> None:
+    race = race_of({BASELINE: 1e12, "2 ranks": 1e12, "2 ranks, data-parallel": 1e12}, [], dp_factor=dp_factor)
+    race.run([1024, 1024])
+    race.run([1024])
+    rows = race.rows()
+    assert [row.contender for row in rows if row.is_chosen] == [chosen]
+    stock, tp, dp, *lone = rows
+    assert stock.chooser_s is None and all(row.chooser_s is None for row in lone)
+    assert tp.chooser_s is not None and dp.chooser_s == pytest.approx(dp_factor / 2 * tp.chooser_s)
+
+
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     ended = bench(
@@ -194,6 +263,15 @@ def report() -> dict[str, Any]:
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_chooser_is_fitted_by_what_ranks_time(report: dict[str, Any]) -> None:
+    predicted = [row["contender"] for row in report["rows"] if row["chooser_s"] is not None]
+    chosen = [row["contender"] for row in report["rows"] if row["is_chosen"]]
+    assert predicted == ["2 ranks, gloo", "2 ranks, data-parallel"]
+    assert len(chosen) == 1 and chosen[0] in predicted
+    assert "longer than the better one, over 1 batch(es)" in report["notes"][-1]
 
 
 @pytest.mark.slow

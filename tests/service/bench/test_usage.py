@@ -42,6 +42,11 @@ def test_a_disturbed_run_is_repeated_three_times_and_then_marked(
     assert watched.others_share == shares[result - 1]
 
 
+def test_a_run_that_takes_too_long_to_be_repeated_is_marked_at_once() -> None:
+    watched = undisturbed(lambda: 1, lambda: FakeWatch(0.2), max_repeats=0)
+    assert (watched.num_runs, watched.is_disturbed) == (1, True)
+
+
 def test_the_worst_of_several_runs_is_the_most_disturbed() -> None:
     runs = [Watched("a", 0.01), Watched("b", 0.3), Watched("c", 0.0)]
     assert (worst(runs).result, worst(runs).is_disturbed) == ("b", True)

@@ -1,0 +1,41 @@
+"""The encoder's kernels with one improvement left out, to time what each of them gives. Called by tp/bench/rank.py."""
+
+from torch import Tensor
+
+from tp.attention import Sequences, attend_in_runs
+from tp.bench.messages import KernelSet
+from tp.kernels import STOCK, Gelu, Kernels, OneDNNKernels
+
+
+class _StockLinears(OneDNNKernels):
+    """Attention in oneDNN's products, linears and GELU as stock torch has them."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: Gelu | None = None) -> Tensor:
+        return STOCK.linear(x, weight, bias, gelu=gelu)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        return attend_in_runs(q, k, v, sequences, OneDNNKernels())
+
+
+class _StockAttention(OneDNNKernels):
+    """oneDNN's linears, torch's fused attention."""
+
+    attend = Kernels.attend
+    describe = Kernels.describe
+
+
+class _UnpackedKeys(OneDNNKernels):
+    """Keys and values in the layout that they have, also where there are many."""
+
+    def prepare(self, weight: Tensor, rows: int) -> Tensor:
+        del rows
+        return weight.contiguous()
+
+
+KERNELS: dict[KernelSet, Kernels | None] = {
+    "fastest": None,  # whatever `choose_kernels` finds
+    "stock": STOCK,
+    "stock-linears": _StockLinears(),
+    "stock-attention": _StockAttention(),
+    "unpacked-keys": _UnpackedKeys(),
+}
