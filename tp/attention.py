@@ -5,7 +5,7 @@ Neither way holds an [n, n] matrix of a large image: a kernel that would is refu
 tp/kernels.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tp.memory import QUERY_RUN
+from tp.memory import query_run
 
 BACKENDS = {
     "cpu": [SDPBackend.FLASH_ATTENTION],  # any head size, float32 and half types
@@ -72,23 +72,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
     return q
 
 
-def attend_in_runs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, products: Products) -> Tensor:
-    """The same by matrix products: per image and head, the scores of QUERY_RUN queries at a time.
+def attend_in_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    products: Products,
+    *,
+    run_of: Callable[[int], int] = query_run,
+) -> Tensor:
+    """The same by matrix products: per image and head, the scores of `run_of(n)` queries at a time.
 
-    A large product runs nearer to a CPU's peak than the tiles of a fused kernel. Scores are rounded to q's dtype (as in
-    the published modelling code); the softmax is float32 inside and subtracts the maximum.
+    A large product runs nearer to a CPU's peak than the tiles of a fused kernel; where its scores leave the caches, the
+    softmax is what takes long. Scores are rounded to q's dtype (as in the published modelling code); the softmax is
+    float32 inside and subtracts the maximum.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for rows in sequences.rows:
+    for rows, length in zip(sequences.rows, sequences.lengths, strict=True):
         for head in range(q.shape[1]):
-            _one_head(q[rows, head], k[rows, head], v[rows, head], products, out=out[rows, head])
+            _one_head(q[rows, head], k[rows, head], v[rows, head], products, run_of(length), out=out[rows, head])
     return out
 
 
-def _one_head(q: Tensor, k: Tensor, v: Tensor, products: Products, *, out: Tensor) -> None:
-    """Of [n, d] each; scores [run, n] live for one run at a time."""
-    keys, values = products.prepare(k, QUERY_RUN), products.prepare(v.t(), QUERY_RUN)
-    for run, result in zip(torch.split(q, QUERY_RUN), torch.split(out, QUERY_RUN), strict=True):
+def _one_head(q: Tensor, k: Tensor, v: Tensor, products: Products, size: int, *, out: Tensor) -> None:
+    """Of [n, d] each; scores [size, n] live for one run at a time."""
+    keys, values = products.prepare(k, size), products.prepare(v.t(), size)
+    for run, result in zip(torch.split(q, size), torch.split(out, size), strict=True):
         result.copy_(products.linear(_softmax_(products.linear(run, keys)), values))
 
 

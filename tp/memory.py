@@ -19,7 +19,8 @@ from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 
 ROW_CHUNK = 2048  # patches that a layer's scratch is sized for, as large matrix products want no more
 NARROW_RUN = 128  # patches that an elementwise step on a CPU takes at a time: its float32 copies stay in a core's cache
-QUERY_RUN = 512  # queries whose scores attention on a CPU holds at a time
+FEWEST_QUERIES, MOST_QUERIES = 128, 512  # whose scores attention on a CPU holds at a time
+_SCORES = 2**19  # so many stay near a core's second-level cache
 
 Factor = tuple[int, str]  # a count and what it counts
 Rows = tuple["MemoryRow", ...]
@@ -117,6 +118,17 @@ def arena_rows(spec: EncoderSpec, *, num_patches: int, dtype: Dtype) -> Rows:
         _row("pixel arena", (num_patches, "patches"), (spec.patch_bytes, "B")),
         _row("token arena", (num_patches // 4, "tokens"), (token_bytes, "B")),
     )
+
+
+def query_run(num_patches: int) -> int:
+    """Queries of an image of that size whose scores attention on a CPU holds at a time: the more keys, the fewer."""
+    return max(FEWEST_QUERIES, min(MOST_QUERIES, _SCORES // num_patches // 32 * 32))
+
+
+def most_scores(num_patches: int) -> int:
+    """Scores that attention on a CPU holds at a time at most, of images of up to so many patches."""
+    of_shorter = min(num_patches, MOST_QUERIES) * min(num_patches, _SCORES // MOST_QUERIES)
+    return max(of_shorter, min(num_patches, FEWEST_QUERIES) * num_patches)
 
 
 def scratch_rows(
@@ -232,13 +244,13 @@ class _Sizes:
 
     def attention(self) -> Rows:
         head = (self.spec.head_dim, "of a head")
-        run = (min(self.patches[0], QUERY_RUN), "queries at a time")
+        run = (min(self.patches[0], MOST_QUERIES), "queries at a time")
         return (
             *self.held,
             self.all_qkv,
             self.attended,
             _row("keys and values of a head, one as it was", (3, "times"), self.patches, head, self.size),
-            _row("scores", run, self.patches, self.size),
+            _row("scores", (most_scores(self.patches[0]), "at a time"), self.size),
             _row("attention output of a run", run, head, self.size),
         )
 

@@ -39,6 +39,7 @@ BASELINE = "stock torch"
 _ABLATIONS: dict[str, KernelSet] = {
     "stock linears": "stock-linears",
     "stock attention": "stock-attention",
+    "runs of 512": "long-runs",
     "unpacked keys": "unpacked-keys",
 }
 _PROBE_PATCHES = 256

@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tp.attention import Sequences
 from tp.kernels import STOCK, FusedGeluKernels, Gelu, Kernels, OneDNNKernels, choose_kernels
-from tp.memory import QUERY_RUN
+from tp.memory import MOST_QUERIES
 
 CPU = torch.device("cpu")
 ONEDNN = OneDNNKernels()
@@ -47,7 +47,7 @@ def test_the_fused_gelu_equals_float64(shape: tuple[int, ...], has_bias: bool, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [[4], [QUERY_RUN + 8], [4, 12, 8], [2 * QUERY_RUN], [2304]])
+@pytest.mark.parametrize("lengths", [[4], [MOST_QUERIES + 8], [4, 12, 8], [2 * MOST_QUERIES], [2304]])
 @pytest.mark.parametrize("size", [4, 72, 128])
 def test_attention_equals_float64(size: int, lengths: list[int], dtype: torch.dtype) -> None:
     qkv = randn(sum(lengths), 3, 2, size, dtype=dtype)

@@ -16,6 +16,8 @@ from tp.memory import (
     Rows,
     arena_rows,
     fit_memory,
+    most_scores,
+    query_run,
     scratch_rows,
     total_bytes,
     weight_rows,
@@ -75,6 +77,17 @@ def test_formulas_multiply_to_their_bytes() -> None:
     for row in rows:
         counts = [int(count.replace(",", "")) for count in re.findall(r"(?:^|× )([\d,]+)", row.formula)]
         assert math.prod(counts) == row.num_bytes, row
+
+
+def test_scores_of_every_image_are_planned_for() -> None:
+    sizes = range(4, 70_000, 4)
+    assert {query_run(size) for size in sizes} == set(range(128, 513, 32))
+    assert [query_run(size) for size in (4, 1024, 3072, 4096, 65_536)] == [512, 512, 160, 128, 128]
+    most = 0
+    for size in sizes:
+        most = max(most, min(size, query_run(size)) * size)
+        assert most <= most_scores(size)
+    assert most_scores(65_536) == 128 * 65_536
 
 
 def test_scratch_grows_with_patches_and_shrinks_with_ranks() -> None:

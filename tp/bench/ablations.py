@@ -24,6 +24,13 @@ class _StockAttention(OneDNNKernels):
     describe = Kernels.describe
 
 
+class _LongRuns(OneDNNKernels):
+    """Attention of 512 queries at a time, whatever leaves the caches."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        return attend_in_runs(q, k, v, sequences, self, run_of=lambda _: 512)
+
+
 class _UnpackedKeys(OneDNNKernels):
     """Keys and values in the layout that they have, also where there are many."""
 
@@ -37,5 +44,6 @@ KERNELS: dict[KernelSet, Kernels | None] = {
     "stock": STOCK,
     "stock-linears": _StockLinears(),
     "stock-attention": _StockAttention(),
+    "long-runs": _LongRuns(),
     "unpacked-keys": _UnpackedKeys(),
 }
