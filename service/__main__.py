@@ -1,4 +1,7 @@
-"""The command's first step: a signal ends it from the first moment on, also as PID 1; then the rest is imported."""
+"""The command's first step: a signal ends it from the first moment on, also as PID 1; then the rest is imported.
+
+SIGHUP is kept by the kernel until it is known which command this is: `serve` reads its settings again, others end.
+"""
 
 import os
 import signal
@@ -6,6 +9,7 @@ import signal
 
 def main() -> None:
     """Entry point of the `tpvision` command."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     from service.cli import main as run  # noqa: PLC0415 - takes most of a second, in which a container may be stopped

@@ -96,6 +96,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be anything
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if arguments.run not in (run_serve, run_worker):  # they wait until they have a handler
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
         sys.exit(arguments.run(arguments))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

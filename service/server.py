@@ -130,8 +130,7 @@ async def serve(
     for end in ends:
         if isinstance(end, Exception):
             raise end
-    asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its default would end a drained process as if it had failed
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # it would end a drained process as if it had failed
     if engine.failure.done():
         log.error("the service failed: %s", engine.failure.result())
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
@@ -271,6 +270,7 @@ def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event, hang_up: asynci
         loop.add_signal_handler(number, on_signal)
     if hang_up is not None:
         loop.add_signal_handler(signal.SIGHUP, hang_up.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one may have come since the process began
 
 
 def _listen(settings: Settings) -> list[socket.socket]:

@@ -41,6 +41,7 @@ async def host_workers(settings: Settings, spec: EncoderSpec, group: int) -> int
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(signal.SIGHUP, log.info, "settings are read again at the next start only")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     try:
         await running
     except (StartRefusedError, BudgetSpentError) as error:

@@ -165,9 +165,19 @@ def is_alive(pid: int) -> bool:
 
 
 def catches_sigterm(pid: int) -> bool:
-    """Whether a process has a handler for it (SigCgt of proc(5))."""
+    """Whether a process has a handler for it."""
+    return _has_signal(pid, "SigCgt", signal.SIGTERM)
+
+
+def holds_back_sighup(pid: int) -> bool:
+    """Whether a process has it blocked, for later."""
+    return _has_signal(pid, "SigBlk", signal.SIGHUP)
+
+
+def _has_signal(pid: int, mask: str, number: int) -> bool:
+    """By a mask of proc(5)."""
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return bool(int(fields["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
+    return bool(int(fields[mask], 16) >> (number - 1) & 1)
 
 
 def ranks_of(service: RunningService) -> list[int]:

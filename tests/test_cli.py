@@ -23,6 +23,7 @@ from running import (
     RunningService,
     catches_sigterm,
     descendants,
+    holds_back_sighup,
     is_alive,
     ranks_below,
     ranks_of,
@@ -138,6 +139,13 @@ def test_a_signal_early_in_the_start_ends_it_quietly(number: int, later_s: float
     time.sleep(later_s)  # at some point of its imports, or after them
     assert service.stop(number) in (-number, 0, 130)
     assert not [line for line in service.log if "Traceback" in line]
+
+
+def test_a_hangup_early_in_any_other_command_ends_it() -> None:
+    with subprocess.Popen([*COMMAND, "plan"], cwd=ROOT, stdout=subprocess.DEVNULL) as ended:
+        wait_until(lambda: holds_back_sighup(ended.pid))
+        ended.send_signal(signal.SIGHUP)
+    assert ended.returncode == -signal.SIGHUP
 
 
 def test_accepted_requests_finish_while_draining() -> None:

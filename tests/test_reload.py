@@ -17,7 +17,17 @@ import pytest
 import yaml
 from make_photograph import acceptance_picture
 from PIL import Image
-from running import COMMAND, GOLDEN, RunningService, assert_balanced, descendants, images_of, ranks_of, wait_until
+from running import (
+    COMMAND,
+    GOLDEN,
+    RunningService,
+    assert_balanced,
+    descendants,
+    holds_back_sighup,
+    images_of,
+    ranks_of,
+    wait_until,
+)
 
 MODEL = str(GOLDEN / "tiny-k3-f32")
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()  # 24 patches
@@ -374,6 +384,17 @@ def test_a_hangup_of_everything_ends_nothing(reloading: Reloading) -> None:
     assert service.encode(LARGE).status_code == 200
     assert descendants(service.process.pid) == pids
     assert service.client.get("/readyz").status_code == 200
+
+
+def test_a_hangup_early_in_the_start_is_followed_as_soon_as_that_is_possible(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(PLAIN))
+    service = RunningService(["--model", MODEL, "--config", str(config)])
+    wait_until(lambda: holds_back_sighup(service.process.pid))
+    service.process.send_signal(signal.SIGHUP)
+    service.wait_ready()
+    wait_until(lambda: any("settings reloaded: nothing has changed" in line for line in service.log))
+    assert service.stop() == 0
 
 
 def test_many_hangups_in_a_row(reloading: Reloading) -> None:
