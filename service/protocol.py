@@ -5,6 +5,11 @@
     request     body and answer            the application's own deadlines
     sending     an answer not read         cut off after send_timeout_s, so that the bytes it holds are free again
     answered    before the request's end   the rest is thrown away, for header_timeout_s at most
+    half-closed no more from the client    closed after the answer, or as soon as it proves to have left altogether
+
+An end-of-file may come from a client that has left, or from one that has said all and waits. They differ in what their
+kernel makes of another byte: it answers with a reset for one that has left. So an interim `100 Continue`, which
+HTTP/1.1 clients skip, is sent where nothing of the answer has been.
 
 What is refused here gets the same error object as everywhere, and one short line in the log, never its own bytes.
 `service.server` makes one `ConnectionTable` and passes both to uvicorn, which makes one protocol for each connection.
@@ -13,6 +18,7 @@ What is refused here gets the same error object as everywhere, and one short lin
 import asyncio
 import fcntl
 import logging
+import socket
 import struct
 import termios
 import time
@@ -41,6 +47,9 @@ _MIN_CHUNK_BYTES = 32  # of more than those, on average: a chunk of a single byt
 _RESERVED = 128  # connections beyond the limit, for probes to come in when all others are busy
 _LINGER_S = 2.0  # a refused client may read its answer for so long; closing at once would reset the connection
 _MIN_READ_BYTES = 64 * 2**10  # within send_timeout_s; a client that takes less does not read
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TCP_CLOSE = 7  # the kernel's number of the state after a reset: net/tcp_states.h
+_FIRST_LOOK_S, _LATER_LOOK_S = 0.05, 1.0  # whether a client has left that sends no more; twice as long every time
 _RETRY_S = 1.0
 _FULL_LOG_S = 10.0
 
@@ -119,6 +128,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        self._left_timer: asyncio.TimerHandle | None = None  # runs once the client sends no more
         self._active: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest, in a pipeline another one
         self._in_message = False
         self._in_head = False
@@ -142,10 +152,29 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table.remove(self)
         self._disarm()
         self._stop_watching()
+        if self._left_timer is not None:
+            self._left_timer.cancel()
         if self._is_answering and not self._is_refused and (record := self._record) is not None:
             record.client_gone = True
         self._abandon()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether it may still wait for an answer, and the connection stays open for it.
+
+        HTTP/1.0 has no interim answers to find that out by, so there who sends no more has left.
+        """
+        if self._is_deaf or not self._is_answering or self._in_message or self._unparsed_bytes:
+            return False
+        assert self._active is not None
+        if self._active.scope["http_version"] == "1.0":
+            return False
+        if self._left_timer is None:  # told again whenever reading goes on
+            self.cycle.keep_alive = False
+            if not self._active.response_started:
+                self.transport.write(_INTERIM)
+            self._look_whether_left(_FIRST_LOOK_S)
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless it was refused before."""
@@ -373,6 +402,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._active is not None and self._is_answering:
             self._active.disconnected = True
             self._active.message_event.set()
+
+    def _look_whether_left(self, next_s: float) -> None:
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+            self.transport.abort()
+        else:
+            again_s = min(2 * next_s, _LATER_LOOK_S)
+            self._left_timer = self.loop.call_later(next_s, self._look_whether_left, again_s)
 
     def _check_sending(self) -> None:
         left = self._count_unsent()

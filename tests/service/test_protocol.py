@@ -395,6 +395,99 @@ def test_a_client_that_leaves_a_pipeline_is_noticed() -> None:
     assert [record.client_gone for record in run(use).records] == [True]
 
 
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_who_sends_no_more_but_waits_gets_its_answer() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait"))
+        client.writer.write_eof()
+        assert await asyncio.wait_for(client.reader.readexactly(len(INTERIM)), 5) == INTERIM
+        await asyncio.sleep(0.2)
+        service.release.set()
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"waited", "close")
+        await client.wait_closed()
+
+    assert [record.client_gone for record in run(use).records] == [False]
+
+
+def test_who_sends_several_and_no_more_gets_all_answers() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait") + request("/a") + request("/b"))
+        client.writer.write_eof()
+        service.release.set()
+        answers = await asyncio.wait_for(client.reader.read(), 5)
+        heads_and_bodies = answers.replace(INTERIM, b"").split(b"\r\n\r\n")
+        assert [piece.partition(b"HTTP")[0] for piece in heads_and_bodies] == [b"", b"waited", b"/a", b"/b"]
+
+    assert [record.client_gone for record in run(use).records] == [False] * 3
+
+
+def test_who_sends_no_more_in_the_middle_of_its_answer_gets_the_rest() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect(receive_buffer=4096)
+        await client.send(request("/big"))
+        answer = await client.reader.readuntil(b"\r\n\r\n")
+        client.writer.write_eof()
+        answer += await asyncio.wait_for(client.reader.read(), 20)
+        assert INTERIM not in answer and len(answer) > BIG_BYTES and answer.endswith(b"0\r\n\r\n")
+
+    run(use)
+
+
+@pytest.mark.parametrize("more", [b"", b"GET /a HT"], ids=["alone", "with a part of another"])
+def test_who_left_while_its_answer_is_made_is_noticed(more: bytes) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait") + more)
+        await asyncio.sleep(0.05)
+        client.writer.close()
+        await until(lambda: [record.client_gone for record in service.records] == [True])
+        service.release.set()
+        await asyncio.sleep(0)
+
+    run(use)
+
+
+def test_who_sends_no_more_in_the_middle_of_its_request_has_left() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/body", "Content-Length: 9", method="POST", body=b"1234"))
+        await asyncio.sleep(0.05)
+        client.writer.write_eof()
+        await client.wait_closed()
+        assert service.events == ["gone"]
+
+    run(use)
+
+
+def test_who_sends_no_more_in_http_1_0_has_left() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        await asyncio.sleep(0.05)
+        client.writer.write_eof()
+        await client.wait_closed()
+        assert [record.client_gone for record in service.records] == [True]
+        service.release.set()
+        await asyncio.sleep(0)
+
+    run(use)
+
+
+def test_who_sends_no_more_on_an_idle_connection_is_closed() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.get("/a")
+        client.writer.write_eof()
+        await client.wait_closed()
+
+    run(use)
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 5) -> float:
     started = time.monotonic()
     while not condition():
