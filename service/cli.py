@@ -39,6 +39,7 @@ from service.plan import plan_capacity, render
 from service.reference import ReferenceFileError
 from service.server import EXIT_FAILED, ServeError, serve
 from service.transport import ControlSocketError
+from service.waiting import within
 from service.worker_host import host_workers
 from tp.checkpoint import CheckpointError, check_dtype, check_tensors, read_vision_tensors
 from tp.memory import MemoryShortError
@@ -116,10 +117,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     settings = _load(arguments).settings
     start_logging(settings)
     _need_temporary_folder()
-    spec = read_checked_spec(settings)
-    if settings.parallel.workers == "managed":  # else the weights may be in the workers' container alone
+    has_ranks = settings.parallel.workers == "managed"  # else the weights may be in the workers' container alone
+    if has_ranks:
         _need_torch()
-        check_weights(settings, spec)
+    spec = _read_model(settings, with_weights=has_ranks)
 
     def read_again() -> Settings:
         wanted = _load(arguments).settings
@@ -135,9 +136,7 @@ def run_worker(arguments: argparse.Namespace) -> int:
     start_logging(settings)
     _need_temporary_folder()
     _need_torch()
-    spec = read_checked_spec(settings)
-    check_weights(settings, spec)
-    return _run(host_workers(settings, spec, arguments.group))
+    return _run(host_workers(settings, _read_model(settings, with_weights=True), arguments.group))
 
 
 def run_demo_command(arguments: argparse.Namespace) -> int:
@@ -171,9 +170,8 @@ def run_embed(arguments: argparse.Namespace) -> int:
             settings = _own_settings(arguments, stack)
             start_logging(settings)
             _need_temporary_folder()
-            spec = read_checked_spec(settings)
             _need_torch()
-            check_weights(settings, spec)
+            spec = _read_model(settings, with_weights=True)
             tally = _run(embed_with_own_service(job, sources, settings, spec))
         if tally is None:
             raise KeyboardInterrupt
@@ -309,6 +307,24 @@ def check_weights(settings: Settings, spec: EncoderSpec) -> None:
     stored, dtype = check_dtype(spec, table, settings.model.dtype), settings.compute_dtype(spec)
     if stored != dtype:
         log.info("model.dtype casts the checkpoint's weights from %s to %s", stored, dtype)
+
+
+def _read_model(settings: Settings, *, with_weights: bool) -> EncoderSpec:
+    """The spec of the configured checkpoint, checked; `with_weights`: and them too.
+
+    Raises what these checks do, or CheckpointError where the files give no answer for as long as a start may take.
+    """
+
+    def read() -> EncoderSpec:
+        spec = read_checked_spec(settings)
+        if with_weights:
+            check_weights(settings, spec)
+        return spec
+
+    try:
+        return within(settings.parallel.start_timeout_s, read)
+    except TimeoutError as error:
+        raise CheckpointError(f"{settings.model.path} cannot be read: {error}; is its mount alive?") from error
 
 
 def _need_torch() -> None:

@@ -57,6 +57,7 @@ class GroupLauncher:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._losses: list[tuple[float, str | None]] = []  # when, and which incarnation if it was ever ready
+        self._failed_starts_s = 0.0  # spent on them, while no loss grows old: a start may hang for all of the window
         self._incarnation: str | None = None
         self._is_excused = False
         self._kill_reason: str | None = None
@@ -138,11 +139,14 @@ class GroupLauncher:
             return _NOT_STARTED
         if self._stopping.is_set():
             await self.kill()
+        started = time.monotonic()
         guard = asyncio.create_task(self._kill_unless_ready())
         try:
             return await self._process.wait()
         finally:
             guard.cancel()
+            if self._start_timeout_s is not None and not self._is_ready.is_set():
+                self._failed_starts_s += time.monotonic() - started
 
     async def _kill_unless_ready(self) -> None:
         try:
@@ -152,7 +156,7 @@ class GroupLauncher:
 
     async def _back_off(self, cause: RootCause) -> None:
         limits = self._settings.parallel
-        now = time.monotonic()
+        now = time.monotonic() - self._failed_starts_s
         if not self._is_excused:
             self._losses.append((now, self._incarnation))
         self._losses = [loss for loss in self._losses if now - loss[0] <= limits.restart_window_s]

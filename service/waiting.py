@@ -20,6 +20,20 @@ async def first_of(*work: Awaitable[object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def within(timeout_s: float, work: Callable[[], Result]) -> Result:
+    """What it gives or raises, from a thread that is left behind where it hangs. Raises TimeoutError then.
+
+    Signals are heard meanwhile, which a call that hangs in the kernel would not let through.
+    """
+    outcome = _in_thread(work)
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError:
+        if outcome.done():
+            raise  # its own
+        raise TimeoutError(_no_answer(timeout_s)) from None
+
+
 class DaemonThread:
     """Calls what may hang, one at a time: nobody waits longer than `timeout_s`, and the process's end not at all."""
 
@@ -36,21 +50,35 @@ class DaemonThread:
                     await self._idle.wait()
                 return await asyncio.wrap_future(self._start(work))
         except TimeoutError as error:
-            raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
+            raise TimeoutError(_no_answer(self._timeout_s)) from error
 
     def _start(self, work: Callable[[], Result]) -> Future[Result]:
         loop = asyncio.get_running_loop()
-        outcome: Future[Result] = Future()
-        outcome.set_running_or_notify_cancel()  # who gives up waiting cannot cancel it
+        outcome = _in_thread(work)
+        self._idle.clear()
 
-        def call() -> None:
-            try:
-                outcome.set_result(work())
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                outcome.set_exception(error)
+        def note_end(_: Future[Result]) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._idle.set)
 
-        threading.Thread(target=call, daemon=True).start()  # raises RuntimeError where no more are allowed
-        self._idle.clear()
+        outcome.add_done_callback(note_end)
         return outcome
+
+
+def _in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Raises RuntimeError where no more threads are allowed."""
+    outcome: Future[Result] = Future()
+    outcome.set_running_or_notify_cancel()  # who gives up waiting cannot cancel it
+
+    def call() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return outcome
+
+
+def _no_answer(timeout_s: float) -> str:
+    return f"no answer within {timeout_s:g} s"

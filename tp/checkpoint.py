@@ -95,7 +95,7 @@ def vision_files(model_dir: Path) -> list[Path]:
     They need not exist. Raises CheckpointError if there is no checkpoint, or its index names no vision tensor.
     """
     index = model_dir / INDEX_NAME
-    if index.is_file():
+    if index.exists():
         weight_map = _weight_map(index)
         names = sorted({file for name, file in weight_map.items() if name.startswith(_PREFIXES)})
         if not names:
@@ -117,7 +117,7 @@ def check_index(model_dir: Path, spec: EncoderSpec) -> None:
     It tells before a shard is downloaded what `check_tensors` would tell afterwards.
     """
     index = model_dir / INDEX_NAME
-    if index.is_file() and vision_files(model_dir):
+    if index.exists() and vision_files(model_dir):
         names = [_expected_name(name, spec) for name in _weight_map(index) if name.startswith(_PREFIXES)]
         _raise(f"{index.name}: ", _name_faults(expected_tensors(spec), dict.fromkeys(names)))
 

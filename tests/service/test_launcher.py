@@ -26,8 +26,11 @@ def test_a_group_has_its_devices(visible: str | None, first: str, second: str) -
 class Launcher(GroupLauncher):
     """Launches `python -c` with a program, and notes when."""
 
-    def __init__(self, program: str, *, max_restarts: int = 2, start_timeout_s: float | None = 60) -> None:
-        settings = Settings.model_validate({"parallel": {"device": "cpu", "max_restarts": max_restarts}})
+    def __init__(
+        self, program: str, *, max_restarts: int = 2, window_s: float = 600, start_timeout_s: float | None = 60
+    ) -> None:
+        budget = {"max_restarts": max_restarts, "restart_window_s": window_s}
+        settings = Settings.model_validate({"parallel": {"device": "cpu", **budget}})
         super().__init__(settings, group=0, socket_path=Path("unused"), start_timeout_s=start_timeout_s)
         self._program = program
         self.launched: list[float] = []
@@ -54,6 +57,12 @@ def test_ranks_that_end_while_they_start_burn_the_budget(status: int) -> None:
         asyncio.run(asyncio.wait_for(launcher.run(), 30))
     first, second, third = launcher.launched
     assert second - first > 0.2 and third - second > 1
+
+
+def test_starts_that_hang_burn_the_budget_however_long_each_may_take() -> None:
+    launcher = Launcher(WAIT, max_restarts=1, window_s=1, start_timeout_s=1.5)
+    with pytest.raises(BudgetSpentError, match=r"lost 2 times .* it was not ready within 1.5 s"):
+        asyncio.run(asyncio.wait_for(launcher.run(), 30))
 
 
 def test_a_start_that_the_machine_does_not_allow_burns_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

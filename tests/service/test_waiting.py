@@ -9,7 +9,7 @@ import time
 import pytest
 from running import ROOT
 
-from service.waiting import DaemonThread
+from service.waiting import DaemonThread, within
 
 
 def test_it_gives_and_raises_what_the_work_does() -> None:
@@ -93,3 +93,22 @@ asyncio.run(main())
     command = [sys.executable, "-W", "error", "-c", program]
     ended = subprocess.run(command, cwd=ROOT, timeout=20, capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_within_gives_or_raises_what_the_call_does() -> None:
+    assert within(20, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(20, lambda: 1 // 0)
+    with pytest.raises(TimeoutError, match="its own"):
+        within(20, lambda: raise_(TimeoutError("its own")))
+
+
+def test_within_leaves_behind_what_hangs() -> None:
+    end = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        within(0.05, end.wait)
+    end.set()
+
+
+def raise_(error: Exception) -> None:
+    raise error

@@ -3,14 +3,17 @@
 Each case damages a copy of tiny-k3 (f32, four shards: text, projector, tower, tower) and says what must be told.
 """
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,16 @@ def more(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"?")
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def pointers(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -159,7 +172,10 @@ BROKEN = [
     Broken("shard without its data", lambda f: (f / TOWER).write_bytes(bytes([64] + [0] * 31)), (TOWER, "32 bytes")),
     Broken("shard and more", lambda f: more(f / TOWER), (TOWER, "file not fully covered")),
     Broken("a tensor on another", overlap, (TOWER, "invalid offset for tensor")),
-    Broken("shard is a pipe", lambda f: ((f / TOWER).unlink(), os.mkfifo(f / TOWER)), (TOWER, "not a regular file")),
+    Broken("shard is a pipe", lambda f: pipe(f / TOWER), (TOWER, "not a regular file")),
+    Broken("index is a pipe", lambda f: pipe(f / INDEX_NAME), (INDEX_NAME, "not a regular file")),
+    Broken("config is a pipe", lambda f: pipe(f / "config.json"), ("config.json is not a regular file",)),
+    Broken("image rule is a device", lambda f: device(f / "preprocessor_config.json"), ("not a regular file",)),
     Broken("shard empty", lambda f: (f / TOWER).write_bytes(b""), (TOWER, "0 bytes")),
     Broken("pointers of git-lfs", pointers, ("is a git-lfs pointer of", "git lfs pull")),
     Broken("tensor missing", lambda f: drop(f, NORM), (f"{NORM} is missing, expected [64]",)),
@@ -229,6 +245,36 @@ def test_a_start_says_it_on_its_last_line_within_seconds(folder: Path) -> None:
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == f"tpvision: {NORM} is missing, expected [64]"
     assert time.monotonic() - started < 20
+
+
+@contextlib.contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Whoever opens the file waits, as on a mount that is dead: for up to proc's lease-break-time, 45 s by default."""
+    with path.open("rb") as file:
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # one that is ignored, where somebody waits
+        try:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            pytest.skip(f"no leases on files here: {error.strerror}")
+        yield
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX_NAME, TOWER])
+def test_a_file_that_hangs_ends_the_start_at_its_limit(folder: Path, name: str) -> None:
+    command = [sys.executable, "-m", "service", "serve", "--model", str(folder), "--port", "0", "--device", "cpu"]
+    with hanging(folder / name):
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "TPVISION_PARALLEL__START_TIMEOUT_S": "2"},
+            capture_output=True,
+            text=True,
+            timeout=40,
+            check=False,
+        )
+    assert ended.returncode == 2
+    said = f"tpvision: {folder} cannot be read: no answer within 2 s; is its mount alive?"
+    assert ended.stderr.splitlines()[-1] == said
 
 
 def test_a_hub_name_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
