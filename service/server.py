@@ -255,6 +255,7 @@ def _uvicorn_config(engine: Engine, app: FastAPI, table: ConnectionTable, report
         http=protocol,
         ws="none",
         lifespan="off",
+        workers=1,  # else the environment's WEB_CONCURRENCY is read
         log_config=None,
         access_log=False,
         server_header=False,

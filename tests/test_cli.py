@@ -63,6 +63,13 @@ def test_a_start_that_cannot_work_stops_with_the_reason(arguments: list[str], wo
     assert "Traceback" not in ended.stderr
 
 
+def test_variables_of_other_tools_do_no_harm() -> None:
+    environ = {"WEB_CONCURRENCY": "four", "WORLD_SIZE": "7", "RANK": "5", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    service = RunningService(["--model", str(MODEL), "--tp", "2"], environ).wait_ready()
+    assert service.encode(GOOD).status_code == 200
+    assert service.stop() == 0
+
+
 def test_a_misspelt_setting_names_the_nearest() -> None:
     ended = tpvision("serve", "--model", str(MODEL), TPVISION_CAPACITY__POLICI="refuse")
     assert ended.returncode == 2
