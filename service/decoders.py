@@ -13,8 +13,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,13 +34,16 @@ from service.errors import (
     UndecodableImage,
 )
 from service.geometry import ImagePlan
-from service.header import ImageHeader
+from service.header import SLOW_S, ImageHeader
+from service.turns import Turn, Turns
 from service.unpack import Route
 from tp.settings import LimitSettings, Settings
 from tp.slab import Run, Slab
 from tp.spec import ProcessorSpec
 
 START_TIMEOUT_S = 60.0  # a start takes 0.3 s on an idle core
+_QUICK_CPU_S = SLOW_S  # what a task may use in the process that slow ones leave to the others
+_LOOK_AGAIN_S = 0.1
 _BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before a start, by failed ones in a row; the last one repeats
 # Private memory that a decode process may take; more is a MemoryError there. Measured with Pillow 13: 60 MB before any
 # task; 16 bytes a pixel (WebP; AVIF 12, others 5 to 9) beside the file; 14 for a byte of a JSON body (5 of them used).
@@ -99,13 +103,14 @@ class UnpackedBody:
 
 
 class DecoderPool:
-    """A fixed number of decode processes, first come first served. Start and stop it on the main thread's loop.
+    """A fixed number of decode processes, first come first served as `service.turns` has it.
 
-    (The kernel ends decode processes together with the thread that started them.)
+    Start and stop it on the main thread's loop: the kernel ends decode processes together with the thread that started
+    them.
     """
 
     def __init__(self, processor: ProcessorSpec, settings: Settings, slab: Slab) -> None:
-        self._num_processes = settings.num_decode_processes(len(os.sched_getaffinity(0)))
+        self.num_processes = settings.num_decode_processes(len(os.sched_getaffinity(0)))
         self._allow_urls = settings.urls.fetch == "on"
         self._slab = slab
         self._start = child.Start(
@@ -114,7 +119,7 @@ class DecoderPool:
             orientation=settings.image.orientation,
             gray16=settings.image.gray16,
         )
-        self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()  # None: stopped
+        self._turns: Turns[_Process] = Turns(self.num_processes)
         self._processes: set[_Process] = set()
         self._seats: list[asyncio.Task[None]] = []
         self._is_stopping = False
@@ -127,7 +132,7 @@ class DecoderPool:
 
     async def start(self) -> None:
         """Start all processes and return when they are ready. Raises DecoderStartError, and leaves none then."""
-        starting = asyncio.gather(*(self._start_process() for _ in range(self._num_processes)))
+        starting = asyncio.gather(*(self._start_process() for _ in range(self.num_processes)))
         try:
             processes = await asyncio.shield(starting)  # a process keeps a cancellation back until it has answered,
         except BaseException:  # which it may never do; cancelled or failed, none may be left behind
@@ -139,7 +144,7 @@ class DecoderPool:
     async def stop(self) -> None:
         """End all processes and wait until they are gone. Calls still in progress raise NotReady."""
         self._is_stopping = True
-        self._idle.put_nowait(None)
+        self._turns.close()
         for seat in self._seats:
             seat.cancel()
         for process in self._processes:
@@ -158,11 +163,21 @@ class DecoderPool:
         return _HEADER.validate_python(await self._decode(task, image.fd, limits))
 
     async def write_patches(
-        self, image: ImageBytes, plan: ImagePlan, run: Run, limits: LimitSettings, frame: int = 0
+        self,
+        image: ImageBytes,
+        plan: ImagePlan,
+        run: Run,
+        limits: LimitSettings,
+        frame: int = 0,
+        *,
+        is_slow: bool = False,
     ) -> child.Written:
-        """Decode an image file into the run's pixel rows, or those of one frame. Raises what `read_header` does."""
+        """Decode an image file into the run's pixel rows, or those of one frame. Raises what `read_header` does.
+
+        `is_slow` is what its header says; it is found out anyway, at some cost.
+        """
         task = child.WriteTask(image.offset, image.length, plan, run, frame, max_memory_bytes(limits))
-        return _WRITTEN.validate_python(await self._decode(task, image.fd, limits))
+        return _WRITTEN.validate_python(await self._decode(task, image.fd, limits, is_slow=is_slow))
 
     async def unpack(self, body: Body, route: Route, limits: LimitSettings, *, max_frames: int = 1) -> "UnpackedBody":
         """The images of a JSON body, which stays the caller's to close, like the result.
@@ -179,66 +194,98 @@ class DecoderPool:
             max_memory_bytes(limits),
         )
         try:
-            return await _twice(lambda: self._unpack(task, body, limits))
+            return await _tried(lambda is_slow: self._unpack(task, body, limits, is_slow=is_slow))
         except _DiedError as error:
             raise InvalidRequest(f"reading the JSON body ended the process that did it ({error})") from None
 
-    async def _unpack(self, task: child.UnpackTask, body: Body, limits: LimitSettings) -> UnpackedBody:
+    async def _unpack(
+        self, task: child.UnpackTask, body: Body, limits: LimitSettings, *, is_slow: bool
+    ) -> UnpackedBody:
         with ExitStack() as undo:
             output = undo.enter_context(Body())
-            unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd], limits))
+            unpacked = _UNPACKED.validate_python(await self._run(task, [body.fd, output.fd], limits, is_slow=is_slow))
             undo.pop_all()
             return UnpackedBody(output, unpacked)
 
-    async def _decode(self, task: child.HeaderTask | child.WriteTask, fd: int, limits: LimitSettings) -> Any:
+    async def _decode(
+        self, task: child.HeaderTask | child.WriteTask, fd: int, limits: LimitSettings, *, is_slow: bool = False
+    ) -> Any:
         try:
-            return await _twice(lambda: self._run(task, [fd], limits))
+            return await _tried(lambda is_slow: self._run(task, [fd], limits, is_slow=is_slow), is_slow=is_slow)
         except _DiedError as error:
             raise UndecodableImage(
                 f"decoding this image ended the process that did it ({error})", numbers=error.numbers
             ) from None
 
-    async def _run(self, task: child.Task, fds: Sequence[int], limits: LimitSettings) -> Any:
-        """What the child answers. Raises its ServiceError, DecodeTimeout, NotReady, or _DiedError."""
-        process = await self._send(json.dumps(asdict(task)).encode(), fds)
+    async def _run(self, task: child.Task, fds: Sequence[int], limits: LimitSettings, *, is_slow: bool) -> Any:
+        """What the child answers. Raises its ServiceError, DecodeTimeout, NotReady, _DiedError, or _GaveWayError."""
+        turn = await self._send(json.dumps(asdict(task)).encode(), fds, is_slow=is_slow)
+        process = turn.worker
         timeout_s = limits.decode_timeout_s
         try:
-            reply = await process.receive(timeout_s)
+            with self._reviewed(turn):
+                reply = await process.receive(timeout_s)
         finally:
-            if process.is_usable:
-                self._idle.put_nowait(process)
+            self._turns.end(turn)
         if reply is not None:
             return _result(reply)
         if process.is_late:
             raise DecodeTimeout(f"not decoded after {timeout_s:g} s", numbers={"limit_s": timeout_s})
         if self._is_stopping:
             raise NotReady("the service is stopping")
+        if process.has_given_way:
+            raise _GaveWayError
         raise _DiedError(process.exit_code)
 
-    async def _send(self, message: bytes, fds: Sequence[int]) -> "_Process":
-        """Give a task to the process that has been idle longest, when there is one."""
+    async def _send(self, message: bytes, fds: Sequence[int], *, is_slow: bool) -> "Turn[_Process]":
+        """Give a task to a process, when it is its turn."""
         while True:
-            process = await self._idle.get()
-            if process is None:
-                self._idle.put_nowait(None)  # for the next one that waits
+            turn = await self._turns.take(is_slow=is_slow)
+            if turn is None:
                 raise NotReady("the service is stopping")
-            if not process.is_usable:
-                continue  # it died idle; its seat sees to that
             try:
-                process.send(message, fds)
+                turn.worker.send(message, fds)
             except ConnectionError:
-                continue  # the same, seen here first
+                self._turns.end(turn)  # it died idle; its seat sees to that
             except OSError:
-                self._idle.put_nowait(process)
+                self._turns.end(turn)
                 raise
-            return process
+            else:
+                return turn
+
+    @contextmanager
+    def _reviewed(self, turn: "Turn[_Process]") -> Iterator[None]:
+        """While a quick task is at work: once it has used more CPU than such may, it is slow, or gives way to others.
+
+        By CPU and not by the clock: on a busy machine every task takes long.
+        """
+        if turn.is_slow:
+            yield
+            return
+        loop, process = asyncio.get_running_loop(), turn.worker
+        until_s = process.cpu_s() + _QUICK_CPU_S
+        timer: asyncio.TimerHandle
+
+        def review() -> None:
+            nonlocal timer
+            left_s = until_s - process.cpu_s()
+            if left_s <= 0 and not self._turns.note_slow(turn):
+                process.give_way()
+            elif not turn.is_slow:
+                timer = loop.call_later(max(left_s, _LOOK_AGAIN_S), review)
+
+        timer = loop.call_later(_QUICK_CPU_S, review)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _keep_seat(self, process: "_Process") -> None:
         """See to it that one process is there, by starting another whenever it is gone."""
         while True:
-            self._idle.put_nowait(process)
+            self._turns.add(process)
             await process.gone.wait()
-            reason = "killed at its deadline" if process.is_late else str(_DiedError(process.exit_code))
+            reason = process.killed_for or str(_DiedError(process.exit_code))
             log.warning("decode process %d is gone (%s), starting another", process.pid, reason)
             process = await self._replacement()
             self.num_replaced += 1
@@ -270,6 +317,10 @@ class _DiedError(Exception):
         self.numbers = {"signal": -exit_code} if exit_code < 0 else {"exit_code": exit_code}
 
 
+class _GaveWayError(Exception):
+    """A task turned out slow where there was no room for another such, and was ended with its process."""
+
+
 class _Process:
     """One decode process and our end of its socket."""
 
@@ -292,6 +343,8 @@ class _Process:
         self.pid = self._popen.pid
         self.gone = asyncio.Event()  # dead and reaped
         self.is_late = False  # killed at a deadline
+        self.has_given_way = False  # killed for quicker tasks
+        self._is_cut_off = False
         self._on_gone = on_gone
         self._socket = ours
         self._reply: asyncio.Future[bytes | None] | None = None
@@ -301,7 +354,14 @@ class _Process:
     @property
     def is_usable(self) -> bool:
         """Whether it is worth sending it a task."""
-        return not (self.is_late or self.gone.is_set())
+        return not (self.is_late or self.has_given_way or self._is_cut_off or self.gone.is_set())
+
+    @property
+    def killed_for(self) -> str | None:
+        """Why we killed it, if so."""
+        if self.is_late:
+            return "killed at its deadline"
+        return "its task was slow and gave way to others" if self.has_given_way else None
 
     @property
     def exit_code(self) -> int:
@@ -310,7 +370,11 @@ class _Process:
 
     def send(self, message: bytes, fds: Sequence[int]) -> None:
         """Send a message; `receive` must follow at once. Raises ConnectionError when the process has just died."""
-        socket.send_fds(self._socket, [message], fds)
+        try:
+            socket.send_fds(self._socket, [message], fds)
+        except ConnectionError:
+            self._is_cut_off = True
+            raise
         self._reply = self._loop.create_future()
 
     async def receive(self, timeout_s: float) -> bytes | None:
@@ -328,6 +392,18 @@ class _Process:
     def kill(self) -> None:
         """End it now. `gone` is set when that has happened."""
         self._popen.kill()
+
+    def give_way(self) -> None:
+        """End it now for the sake of other tasks."""
+        self.has_given_way = True
+        self.kill()
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used so far; 0 where that is not told."""
+        try:
+            return time.clock_gettime(~self.pid << 3 | 2)  # the process's clock, as clock_getcpuclockid(3) makes it
+        except OSError:
+            return 0.0
 
     def _on_late(self) -> None:
         self.is_late = True
@@ -365,11 +441,21 @@ def _names(frames: Sequence[int | None]) -> Iterator[str]:
             yield from (f"[{index}].frames[{frame}]" for frame in range(num_frames))
 
 
-async def _twice(attempt: Callable[[], Awaitable[Result]]) -> Result:
-    """The result of an attempt, or of a second one: the first one's process may have been ended by somebody else."""
-    with suppress(_DiedError):
-        return await attempt()
-    return await attempt()
+async def _tried(attempt: Callable[[bool], Awaitable[Result]], *, is_slow: bool = False) -> Result:
+    """The result of an attempt, which is told whether its task is slow.
+
+    Made again as slow where it gave way, and once more where it died: somebody else may have ended its process.
+    """
+    has_died = False
+    while True:
+        try:
+            return await attempt(is_slow)
+        except _GaveWayError:
+            is_slow = True
+        except _DiedError:
+            if has_died:
+                raise
+            has_died = True
 
 
 async def _outlast(future: "asyncio.Future[bytes | None]") -> bytes | None:

@@ -12,9 +12,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -220,12 +220,13 @@ class Engine:
     ) -> AsyncIterator[Sequence[ItemTokens]]:
         """The tokens of these images, in rows of the slab that are held as long as the block. Raises ItemError."""
         with record.stage("header"):
-            plans = record.plans = await self._plan(images, options, record)
+            plans, slow = await self._plan(images, options, record)
+            record.plans = plans
         self._check(plans, options)
         with self.admission.admit([plan.patches for plan in plans], cost=self._cost(plans)) as permit:
             record.is_admitted = True
             with record.stage("decode"):
-                preprocess_s = await self._write_patches(images, plans, permit, options)
+                preprocess_s = await self._write_patches(images, plans, permit, options, slow)
             record.end_with("preprocess", preprocess_s, of="decode")
             submitted = self._make_entries(plans, permit)
             entries += submitted
@@ -378,22 +379,27 @@ class Engine:
         num_cores = len(os.sched_getaffinity(0))
         return plan_capacity(self.spec, self.settings, num_cores=num_cores, slab_patches=self.layout.num_patches)
 
-    async def _plan(self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord) -> list[ImagePlan]:
+    async def _plan(
+        self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord
+    ) -> tuple[list[ImagePlan], set[_Place]]:
+        """The plan of each item, and which files are slow to decode."""
         limits, capacities = options.settings.limits, options.settings.capacity.patch_capacities
         files = {place: file for index, item in enumerate(images) for place, file in _files(item, index)}
-        reading = {place: self._decoders.read_header(file, limits) for place, file in files.items()}
-        headers = iter(await _in_order(reading))
+        read = self._decoders.read_header
+        headers = await self._by_turns({place: partial(read, file, limits) for place, file in files.items()})
+        slow = {place for place, header in zip(files, headers, strict=True) if header.is_slow}
+        rest = iter(headers)
         plans = []
         for index, item in enumerate(images):
             num_frames = len(item.frames) if isinstance(item, VideoChunk) else None
             try:
-                size = _common_size([next(headers) for _ in range(num_frames or 1)])
+                size = _common_size([next(rest) for _ in range(num_frames or 1)])
                 record.sizes.append(size)
                 plan = plan_image(*size, self.spec.processor, capacities, options.policy, num_frames=num_frames)
             except ServiceError as error:
                 raise ItemError(index, error) from None
             plans.append(plan)
-        return plans
+        return plans, slow
 
     def _check(self, plans: Sequence[ImagePlan], options: EncodeOptions) -> None:
         """Refuse images that no answer could hold together. Raises RequestTooLarge and what `check_plans` does."""
@@ -402,15 +408,31 @@ class Engine:
         self.admission.check_size([plan.patches for plan in plans])
 
     async def _write_patches(
-        self, images: Sequence[Item], plans: Sequence[ImagePlan], permit: Permit, options: EncodeOptions
+        self,
+        images: Sequence[Item],
+        plans: Sequence[ImagePlan],
+        permit: Permit,
+        options: EncodeOptions,
+        slow: Set[_Place],
     ) -> float:
         """The seconds of it that the slowest image took once it was decoded."""
+        write, limits = self._decoders.write_patches, options.settings.limits
         work = {
-            place: self._decoders.write_patches(file, plan, rows.run, options.settings.limits, frame)
+            place: partial(write, file, plan, rows.run, limits, frame, is_slow=place in slow)
             for index, (item, plan, rows) in enumerate(zip(images, plans, permit.rows, strict=True))
             for frame, (place, file) in enumerate(_files(item, index))
         }
-        return max(written.preprocess_s for written in await _in_order(work))
+        return max(written.preprocess_s for written in await self._by_turns(work))
+
+    async def _by_turns(self, calls: Mapping[_Place, Callable[[], Awaitable[Result]]]) -> list[Result]:
+        """`_in_order`, no more at a time than there are decode processes: other requests' images come in between."""
+        room = asyncio.Semaphore(self._decoders.num_processes)
+
+        async def run(call: Callable[[], Awaitable[Result]]) -> Result:
+            async with room:
+                return await call()
+
+        return await _in_order({place: run(call) for place, call in calls.items()})
 
     def _make_entries(self, plans: Sequence[ImagePlan], permit: Permit) -> list[Entry]:
         loop = asyncio.get_running_loop()

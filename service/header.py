@@ -41,6 +41,12 @@ ACCEPTED = "JPEG, PNG, GIF, WebP, BMP, TIFF or AVIF"
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
+_START_OF_SCAN = b"\xff\xda"
+SLOW_S = 1.0  # of CPU, to decode a picture
+# What that takes a pixel, measured with Pillow 13 on noise. Each scan of a progressive JPEG goes over all pixels again.
+_NS_PER_PIXEL = {"AVIF": 75, "WEBP": 50, "PNG": 25}
+_NS_ELSEWHERE = 10
+_NS_PER_SCAN = 2
 _ORIENTATION_TAG = 274
 _BITS_TAG, _PHOTOMETRIC_TAG, _WHITE_IS_ZERO = 258, 262, 0
 
@@ -101,11 +107,18 @@ class ImageHeader:
     width: int
     height: int
     orientation: int  # EXIF 1..8: the turn that the decoded pixels still need; 1 under `ignore`
+    num_scans: int  # of a progressive JPEG, or markers that look like one; 1 elsewhere
 
     @property
     def size(self) -> tuple[int, int]:
         """(width, height)."""
         return self.width, self.height
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its pixels are likely to take over `SLOW_S` to decode."""
+        ns_per_pixel = _NS_PER_PIXEL.get(self.format, _NS_ELSEWHERE) + _NS_PER_SCAN * self.num_scans
+        return self.width * self.height * ns_per_pixel > SLOW_S * 1e9
 
 
 def read_header(data: bytes, *, orientation: Orientation, max_pixels: int) -> ImageHeader:
@@ -132,7 +145,8 @@ def open_image(data: bytes, *, orientation: Orientation, max_pixels: int) -> tup
         check_mode(image)
         turn = _orientation(image, data) if orientation == "apply" and name != "TIFF" else 1
     width, height = image.size if turn < 5 else image.size[::-1]
-    return image, ImageHeader(image.format or name, image.mode, width, height, turn)
+    num_scans = data.count(_START_OF_SCAN) if "progressive" in image.info else 1
+    return image, ImageHeader(image.format or name, image.mode, width, height, turn, num_scans)
 
 
 @contextmanager

@@ -95,8 +95,10 @@ class LimitedPool(DecoderPool):
     async def read_header(self, image: ImageBytes) -> ImageHeader:
         return await super().read_header(image, self.limits)
 
-    async def write_patches(self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0) -> None:
-        await super().write_patches(image, plan, run, self.limits, frame)
+    async def write_patches(
+        self, image: ImageBytes, plan: ImagePlan, run: Run, frame: int = 0, *, is_slow: bool = False
+    ) -> None:
+        await super().write_patches(image, plan, run, self.limits, frame, is_slow=is_slow)
 
     async def unpack(self, body: Body, route: Route, **options: Any) -> UnpackedBody:
         return await super().unpack(body, route, self.limits, **options)
@@ -222,6 +224,100 @@ def test_decode_past_its_deadline_is_killed_and_replaced(loop: str) -> None:
         assert pid not in pool.pids and pool.num_replaced == 1
 
     run_pool(use, loop=loop, decode_timeout_s=0.05)
+
+
+def with_scans(num_scans: int, width: int = 3000, height: int = 3000) -> bytes:
+    """A progressive JPEG of one colour whose last scan comes so many times; each takes some milliseconds."""
+    picture = encoded(Image.new("L", (width, height), 90), "JPEG", progressive=True)
+    last = picture.rindex(b"\xff\xda")
+    return picture[:last] + picture[last:-2] * num_scans + picture[-2:]
+
+
+ENDLESS = with_scans(20_000)
+ENDLESS_PLAN = plan_image(3000, 3000, PROCESSOR, (256,), "downscale")
+ENDLESS_RUNS = [Run(index * ENDLESS_PLAN.patches, ENDLESS_PLAN.patches) for index in range(2)]
+
+
+def test_slow_pictures_leave_a_process_to_the_others() -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(ENDLESS) as slow, stored(PICTURE) as image:
+            assert (await pool.read_header(slow)).is_slow and not (await pool.read_header(image)).is_slow
+            work = [await begin(pool.write_patches(slow, ENDLESS_PLAN, run, is_slow=True)) for run in ENDLESS_RUNS]
+            for _ in range(9):
+                await pool.write_patches(image, PLAN, RUN)
+            assert not any(task.done() for task in work) and pool.num_replaced == 0
+            await end_unanswered(pool, work)
+
+    run_pool(use, processes=2, decode_timeout_s=600)
+
+
+def test_pictures_that_turn_out_slow_give_way_where_all_processes_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "_QUICK_CPU_S", 0.2)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        pids = set(pool.pids)
+        with stored(ENDLESS) as slow, stored(PICTURE) as image:
+            work = [await begin(pool.write_patches(slow, ENDLESS_PLAN, run)) for run in ENDLESS_RUNS]
+            for _ in range(9):
+                await pool.write_patches(image, PLAN, RUN)
+            assert not any(task.done() for task in work)
+            assert pool.num_replaced == 1 and len(pids & set(pool.pids)) == 1
+            await end_unanswered(pool, work)
+
+    run_pool(use, processes=2, decode_timeout_s=600)
+
+
+def test_a_picture_that_gave_way_is_decoded_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "_QUICK_CPU_S", 0.2)
+    short = with_scans(300)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(short) as slow, stored(PICTURE) as image:
+            work = [await begin(pool.write_patches(slow, ENDLESS_PLAN, run)) for run in ENDLESS_RUNS]
+            await pool.read_header(image)
+            await asyncio.gather(*work)
+        assert np.array_equal(*(slab.pixels(run) for run in ENDLESS_RUNS))
+
+    run_pool(use, processes=2)
+
+
+def test_a_body_whose_unpacking_gave_way_is_unpacked_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "_QUICK_CPU_S", 0.01)
+    monkeypatch.setattr(decoders, "_LOOK_AGAIN_S", 0.01)
+    files = [bytes([index]) * 2**21 for index in range(20)]
+    text = b'{"images": ["' + b'", "'.join(map(base64.b64encode, files)) + b'"]}'
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(with_scans(300)) as slow, stored(PICTURE) as image, json_body(text) as body:
+            work = await begin(pool.write_patches(slow, ENDLESS_PLAN, ENDLESS_RUNS[0], is_slow=True))
+            unpacking = await begin(pool.unpack(body, "encode"))
+            while pool.num_replaced == 0 and not unpacking.done():
+                await pool.read_header(image)
+            with await unpacking as unpacked:
+                found = [os.pread(file.fd, file.length, file.offset) for file in unpacked.images]
+            assert pool.num_replaced == 1 and found == files
+            await work
+
+    run_pool(use, processes=2)
+
+
+def test_slow_pictures_have_all_processes_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "_QUICK_CPU_S", 0.1)
+    short = with_scans(300)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(short) as slow:
+            await asyncio.gather(*(pool.write_patches(slow, ENDLESS_PLAN, run) for run in ENDLESS_RUNS))
+        assert pool.num_replaced == 0
+
+    run_pool(use, processes=2)
+
+
+async def end_unanswered(pool: DecoderPool, work: list[asyncio.Task[Any]]) -> None:
+    await pool.stop()
+    for task in work:
+        with pytest.raises(NotReady):
+            await task
 
 
 async def kill_at_work(pool: DecoderPool) -> None:

@@ -44,11 +44,23 @@ def run_engine(folder: Path, use: Use, on_message: Callable[[wire.Message], None
     asyncio.run(main())
 
 
-async def encode(engine: Engine) -> Encoded:
+async def encode(engine: Engine, num_images: int = 1, record: RequestRecord | None = None) -> Encoded:
     with Body() as body:
         body.write(GOOD)
         options = EncodeOptions(engine.settings, policy="refuse", tokens=TokenOptions("float32"))
-        return await engine.encode([body.image], options, RequestRecord())
+        return await engine.encode([body.image] * num_images, options, record or RequestRecord())
+
+
+def test_many_images_of_one_request_do_not_keep_others_waiting(tmp_path: Path) -> None:
+    async def use(engine: Engine, settings: Settings) -> None:
+        record = RequestRecord()
+        many = asyncio.create_task(encode(engine, 60, record))
+        await until(lambda: engine.requests.counts.accepted == 1)
+        await encode(engine)
+        assert not record.is_admitted  # its headers are still read
+        assert len((await many).plans) == 60
+
+    run_engine(tmp_path, use, lambda message: None)
 
 
 class Hung:

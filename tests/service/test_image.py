@@ -16,7 +16,7 @@ from PIL import Image
 
 from service.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
 from service.geometry import ImagePlan, plan_image
-from service.header import read_header
+from service.header import ImageHeader, read_header
 from service.image import write_patches
 from tp.model import pixel_table
 from tp.spec import ProcessorSpec, parse_processor
@@ -266,6 +266,24 @@ def test_hidden_colours_do_not_show() -> None:
     for rule in ("k3.published", "k3.lim256", "k3.lim256_before"):
         seen, expected = (_run(_encode(Image.fromarray(pixels)), _rule(rule)) for pixels in (colours, blank))
         assert np.array_equal(seen, expected)
+
+
+# ---- how long it may take
+
+
+def test_many_pixels_are_slow() -> None:
+    assert not ImageHeader("JPEG", "RGB", 8000, 8000, 1, num_scans=1).is_slow
+    assert ImageHeader("PNG", "RGB", 8000, 8000, 1, num_scans=1).is_slow
+
+
+def test_many_scans_are_slow() -> None:
+    data = _encode(Image.new("L", (2000, 2000), 9), "JPEG", progressive=True)
+    header = read_header(data, orientation="apply", max_pixels=NO_LIMIT)
+    assert (header.num_scans > 1, header.is_slow) == (True, False)
+    last = data.rindex(b"\xff\xda")
+    data = data[:last] + 150 * data[last:-2] + data[-2:]
+    header = read_header(data, orientation="apply", max_pixels=NO_LIMIT)
+    assert (header.num_scans > 150, header.is_slow) == (True, True)
 
 
 # ---- broken, foreign and oversized
