@@ -259,7 +259,8 @@ class _Form:
     def _on_headers_finished(self) -> None:
         options = parse_options_header(self._disposition)[1]
         field = options.get(b"name", b"").decode(errors="replace")[:_SHOWN_CHARS]
-        if b"filename" not in options:
+        # Clients before RFC 7578 write `filename*=` alone for a name that is not ASCII; the parser leaves that out.
+        if b"filename" not in options and b"filename*=" not in self._disposition.lower():
             raise InvalidRequest("a text field: images are file parts, and options are in the query", param=field)
         if len(self._starts) == self._max_images:
             raise TooManyImages(

@@ -169,6 +169,11 @@ def test_form_files_in_order(chunk_bytes: int) -> None:
     assert receive_form(data, chunk_bytes=chunk_bytes) == (files, ["f0", "f1", "f2"])
 
 
+def test_a_name_that_is_not_ascii_in_its_older_spelling_makes_a_file() -> None:
+    part = ("Content-Disposition: form-data; name=\"f\"; FileName*=UTF-8''%C3%A9t%C3%A9.png", b"abc")
+    assert receive_form(form(part)) == ([b"abc"], ["f"])
+
+
 def test_form_ranges_lie_in_one_body() -> None:
     async def run() -> None:
         client = Client([form(file(b"abc"), file(b"de"))], FORM)
