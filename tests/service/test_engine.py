@@ -54,9 +54,8 @@ async def encode(engine: Engine, num_images: int = 1, record: RequestRecord | No
 def test_many_images_of_one_request_do_not_keep_others_waiting(tmp_path: Path) -> None:
     async def use(engine: Engine, settings: Settings) -> None:
         record = RequestRecord()
-        many = asyncio.create_task(encode(engine, 60, record))
-        await until(lambda: engine.requests.counts.accepted == 1)
-        await encode(engine)
+        many, one = (asyncio.create_task(encode(engine, *rest)) for rest in ((60, record), ()))
+        await one
         assert not record.is_admitted  # its headers are still read
         assert len((await many).plans) == 60
 
