@@ -26,7 +26,7 @@ class EntryTimes:
     """When an entry was where, by time.monotonic, and the durations that its ranks told, in their order."""
 
     submitted_at: float
-    dispatched_at: float
+    began_at: float  # its batch's turn on the ranks
     settled_at: float
     replies: Sequence[wire.Done]
     mode: Mode
@@ -37,7 +37,7 @@ class EntryTimes:
         slowest = max(self.replies, key=lambda reply: reply.forward_s)
         gathering_at = self.settled_at - slowest.all_gather_s
         return {
-            "queue": (self.submitted_at, self.dispatched_at),
+            "queue": (self.submitted_at, self.began_at),
             "forward": (gathering_at - slowest.forward_s, gathering_at),
             "all_gather": (gathering_at, self.settled_at),
         }
@@ -59,7 +59,6 @@ class Entry:
     future: "asyncio.Future[EntryTimes]"
     lost_with: list[str] = field(default_factory=list)  # the incarnations of groups that were lost with it in flight
     submitted_at: float = field(default_factory=time.monotonic)
-    dispatched_at: float = 0.0
 
     @property
     def num_losses(self) -> int:
@@ -78,6 +77,11 @@ class PackedBatch:
 
     batch_id: int
     entries: Sequence[Entry]
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a group was lost with it: then it runs with nothing else in flight, which it may take along."""
+        return any(entry.num_losses for entry in self.entries)
 
     @property
     def num_patches(self) -> int:
@@ -130,6 +134,11 @@ class Batcher:
         """Until the queue may hold something."""
         await self._has_entries.wait()
 
+    @property
+    def is_next_suspect(self) -> bool:
+        """Whether the next batch is one that a group was lost with."""
+        return next((entry.num_losses > 0 for entry in self._queue if entry.is_wanted), False)
+
     def take(self) -> PackedBatch | None:
         """The next batch, its rows held until `settle` or `give_back`; None if nothing wanted is waiting."""
         taken: list[Entry] = []
@@ -147,22 +156,20 @@ class Batcher:
             self._has_entries.clear()
         if not taken:
             return None
-        now = time.monotonic()
         for entry in taken:
             entry.rows.hold()
-            entry.dispatched_at = now
         self._next_id += 1
         return PackedBatch(self._next_id, taken)
 
-    def settle(self, batch: PackedBatch, replies: Sequence[wire.Done], mode: Mode = "tp") -> None:
-        """Answer every entry of a finished batch, which ran in this mode."""
+    def settle(self, batch: PackedBatch, replies: Sequence[wire.Done], mode: Mode = "tp", *, began_at: float) -> None:
+        """Answer every entry of a finished batch, which ran in this mode, in its turn from `began_at` on."""
         now = time.monotonic()
         non_finite = {index for reply in replies for index in reply.non_finite}
         for index, entry in enumerate(batch.entries):
             if entry.is_wanted and index in non_finite:
                 entry.future.set_exception(NonFiniteOutput("the embedding of this image holds NaN or infinity"))
             elif entry.is_wanted:
-                entry.future.set_result(EntryTimes(entry.submitted_at, entry.dispatched_at, now, replies, mode))
+                entry.future.set_result(EntryTimes(entry.submitted_at, began_at, now, replies, mode))
             entry.rows.release()
 
     def give_back(self, batch: PackedBatch, incarnation: str) -> None:

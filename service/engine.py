@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -52,7 +51,7 @@ Result = TypeVar("Result")
 State = Literal["loading", "ready", "draining", "failed"]
 _Place = tuple[int, str]  # an item of a request, by its index, and what names a part of it: "" or ".frames[1]"
 
-_BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # a second one hides the round trip where the device computes on its own
+_BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # where the device computes on its own, ranks start the second one meanwhile
 _ABANDON_TIMEOUT_S = 2.0  # a decode that goes on for longer is ended with its process
 _GONE_TIMEOUT_S = 2.0  # ranks that are killed are gone in milliseconds
 _HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
@@ -296,39 +295,52 @@ class Engine:
         self._tier_times = self._tier_times.under(settings.capacity.patch_capacities)
         self.metrics.note_tiers(settings.capacity.patch_capacities)
 
-    async def dispatch(self, group: WorkerGroup) -> None:
-        """Feed one batch after another to a group, and settle them, until the group is lost."""
-        while True:
-            await first_of(self._batcher.wait_for_entries(), group.lost.wait())
-            if group.lost.is_set():
-                return
-            batch = self._batcher.take()
-            if batch is None:
-                continue
-            started = time.monotonic()
-            timeout_s = self._batch_timeout_s(batch)
-            choice = self._modes.choose(batch.costs)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    replies = await group.encode(batch.as_message(choice.mode))
-            except (GroupLost, TimeoutError) as error:
-                group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs", loss="hung")
-                lost_with = [*batch.entries[0].lost_with, group.incarnation]
-                if len(lost_with) >= MAX_LOSSES:
-                    self._groups.excuse(lost_with)
-                await first_of(group.gone.wait(), asyncio.sleep(_GONE_TIMEOUT_S))
-                if not group.gone.is_set():
-                    await self._leave_rows(batch, group)
-                self._batcher.give_back(batch, group.incarnation)
-                return
-            self._groups.note_work()
-            self.admission.note_batch(batch.cost, time.monotonic() - started)
-            workers_s = max(reply.forward_s + reply.all_gather_s for reply in replies)
-            self._modes.note(choice.mode, batch.costs, workers_s)
-            self._tier_times.note(BatchTime(batch.num_patches, len(batch.entries), workers_s))
-            plans = [entry.plan for entry in batch.entries]
-            self.metrics.note_batch(plans, replies, group=group.index, choice=choice)
-            self._batcher.settle(batch, replies, choice.mode)
+    async def dispatch(self, group: WorkerGroup, turn: asyncio.Lock) -> None:
+        """Feed one batch after another to a group, and settle them, until the group is lost.
+
+        Where several do, whoever has the `turn` decides what comes next.
+        """
+        while not group.lost.is_set():
+            async with turn:
+                batch = await self._next_batch(group)
+                if batch is not None and batch.is_suspect:
+                    await self._run(batch, group)
+                    continue
+            if batch is not None:
+                await self._run(batch, group)
+
+    async def _next_batch(self, group: WorkerGroup) -> PackedBatch | None:
+        """The next batch, once there is one that the group may run now; None when the group is lost."""
+        await first_of(self._batcher.wait_for_entries(), group.lost.wait())
+        if self._batcher.is_next_suspect:
+            await first_of(group.idle.wait(), group.lost.wait())
+        return None if group.lost.is_set() else self._batcher.take()
+
+    async def _run(self, batch: PackedBatch, group: WorkerGroup) -> None:
+        """Have it encoded and settle it, or bury the group and give the batch back."""
+        timeout_s = self._batch_timeout_s(batch)
+        choice = self._modes.choose(batch.costs)
+        try:
+            answer = await group.encode(batch.as_message(choice.mode), timeout_s)
+        except (GroupLost, TimeoutError) as error:
+            group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs", loss="hung")
+            lost_with = [*batch.entries[0].lost_with, group.incarnation]
+            if len(lost_with) >= MAX_LOSSES:
+                self._groups.excuse(lost_with)
+            await first_of(group.gone.wait(), asyncio.sleep(_GONE_TIMEOUT_S))
+            if not group.gone.is_set():
+                await self._leave_rows(batch, group)
+            self._batcher.give_back(batch, group.incarnation)
+            return
+        replies = answer.replies
+        self._groups.note_work()
+        workers_s = max(reply.forward_s + reply.all_gather_s for reply in replies)
+        self.admission.note_batch(batch.cost, workers_s)
+        self._modes.note(choice.mode, batch.costs, workers_s)
+        self._tier_times.note(BatchTime(batch.num_patches, len(batch.entries), workers_s))
+        plans = [entry.plan for entry in batch.entries]
+        self.metrics.note_batch(plans, replies, group=group.index, choice=choice)
+        self._batcher.settle(batch, replies, choice.mode, began_at=answer.began_at)
 
     async def start(self) -> None:
         """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded.
@@ -480,8 +492,9 @@ class Engine:
         self.admission.note_warm_up(self.spec.cost(warm_up_patches), slowest_s)
         self.ready.set()
         device = group.readiness[0].device.partition(":")[0]
+        turn = asyncio.Lock()
         for _ in range(_BATCHES_IN_FLIGHT[device]):
-            self._groups.spawn(self.dispatch(group))
+            self._groups.spawn(self.dispatch(group, turn))
 
     def _batch_timeout_s(self, batch: PackedBatch) -> float:
         limit_s = self.settings.limits.batch_timeout_s

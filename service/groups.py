@@ -106,7 +106,7 @@ class WorkerGroups:
     async def stop(self, now: asyncio.Event) -> None:
         """End every group; once `now` is set, without waiting for the ranks to end by themselves."""
         self._is_stopping = True
-        listening = {} if now.is_set() else {group.index: group for group in self.ready if not group.is_busy}
+        listening = {} if now.is_set() else {group.index: group for group in self.ready if group.idle.is_set()}
         for group in listening.values():
             group.stop()
         ends = asyncio.gather(*(group.wait_for_ends() for group in listening.values()))

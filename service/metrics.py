@@ -120,6 +120,9 @@ class Metrics(Collector):
             "Batches encoded. mode: tp, all ranks on each image, or dp, each on its own.",
             "mode",
         )
+        self._graph_batches = self._counter(
+            "graph_batches_total", "Batches that replayed a CUDA graph; the others ran eagerly."
+        )
         self._batch_seconds = self._counter(
             "batch_seconds_total", "What batches took on their slowest rank, by the mode they ran in.", "mode"
         )
@@ -176,6 +179,7 @@ class Metrics(Collector):
         """A batch of these images was encoded; `replies` are its ranks', in order."""
         mode = choice.mode
         self._batches.labels(mode).inc()
+        self._graph_batches.inc(replies[0].is_graphed)
         self._batch_seconds.labels(mode).inc(max(reply.forward_s + reply.all_gather_s for reply in replies))
         for predicted_mode, seconds in choice.predicted_s.items():
             self._predicted_seconds.labels(predicted_mode).inc(seconds)

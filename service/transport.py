@@ -10,7 +10,9 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,8 +47,16 @@ class RankConnection:
         self.gone = asyncio.Event()  # its end of the socket is closed: the process can touch nothing any more
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all ranks said of a batch, in their order, and since when they had no other before it (time.monotonic)."""
+
+    began_at: float
+    replies: Sequence[wire.Done]
+
+
 class WorkerGroup:
-    """The connected ranks of one incarnation, and the batches they are working on."""
+    """The connected ranks of one incarnation, and the batches they are working on, one after the other."""
 
     def __init__(self, index: int, incarnation: str, world_size: int, on_lost: "Callable[[WorkerGroup], None]") -> None:
         self._on_lost = on_lost
@@ -61,26 +71,34 @@ class WorkerGroup:
         self.loss: Loss = "died"  # the kind of it
         self.is_fatal = False  # the next incarnation would end the same way
         self.gone = asyncio.Event()  # lost, and no process of it can touch the slab any more
+        self.idle = asyncio.Event()  # nothing is in flight, so its ranks hear what they are told
+        self.idle.set()
         self._replies: dict[int, dict[int, wire.Done]] = {}
         self._waiting: dict[int, asyncio.Future[list[wire.Done]]] = {}
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether its ranks are at work, and so hear nothing."""
-        return bool(self._waiting)
+    async def encode(self, batch: wire.Batch, timeout_s: float | None = None) -> Answer:
+        """Send the batch to every rank and wait for every reply. Raises GroupLost, or TimeoutError.
 
-    async def encode(self, batch: wire.Batch) -> list[wire.Done]:
-        """Send the batch to every rank and wait for every reply, in rank order. Raises GroupLost."""
+        The time runs from when the batches before it are answered.
+        """
         if self.lost.is_set():
             raise GroupLost(self.reason)
+        before = list(self._waiting.values())
         future: asyncio.Future[list[wire.Done]] = asyncio.get_running_loop().create_future()
         self._waiting[batch.batch_id] = future
         self._replies[batch.batch_id] = {}
+        self.idle.clear()
         try:
             self._send_to_all(batch)
-            return await future
+            if before:
+                await asyncio.wait(before)
+            began_at = time.monotonic()
+            async with asyncio.timeout(timeout_s):
+                return Answer(began_at, await future)
         finally:
             del self._waiting[batch.batch_id], self._replies[batch.batch_id]
+            if not self._waiting:
+                self.idle.set()
 
     def stop(self) -> None:
         """Tell every rank to finish and exit 0."""

@@ -300,6 +300,16 @@ def test_skew_is_that_of_ranks_which_share_their_images(mode: Any, skews_s: list
     )
 
 
+def test_batches_that_replayed_a_graph_are_counted() -> None:
+    metrics = Metrics(Settings(), model="m", dtype="float32", read_state=nothing_yet)
+    plan = plan_image(64, 48, PUBLISHED_K3.processor, (1024,), "refuse")
+    for is_graphed in (True, False, True):
+        reply = Done(batch_id=1, non_finite=[], forward_s=0.5, all_gather_s=0, is_graphed=is_graphed)
+        metrics.note_batch([plan], [reply], group=0, choice=Choice("tp", {}))
+    scrape = Scrape(metrics.expose("")[0].decode())
+    assert (scrape.value("batches_total"), scrape.value("graph_batches_total")) == (3, 2)
+
+
 def test_the_state_is_read_by_a_look_alone() -> None:
     num_reads = 0
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tp.memory import query_run
+from tp.streams import to_device
 
 BACKENDS = {
     "cpu": [SDPBackend.FLASH_ATTENTION],  # any head size, float32 and half types
@@ -38,7 +39,7 @@ class Sequences:
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Sequences":
         """Images of these lengths, packed in this order."""
         offsets = [0, *accumulate(lengths)]
-        return cls(tuple(lengths), torch.tensor(offsets, dtype=torch.int32, device=device))
+        return cls(tuple(lengths), to_device(torch.tensor(offsets, dtype=torch.int32), device))
 
     @property
     def rows(self) -> list[slice]:
@@ -65,6 +66,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
     """
     if takes_packed_images(q.device, q.dtype, q.shape[-1]):
         return _varlen(q, k, v, sequences)
+    return attend_by_image(q, k, v, sequences)
+
+
+def attend_by_image(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+    """The same by torch's scaled dot product attention, one image after the other."""
     if len(sequences.lengths) == 1:
         return _one_image(q, k, v)
     for rows in sequences.rows:
@@ -120,6 +126,11 @@ def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Which kernel `attend` uses for such tensors, in words for a person."""
     if takes_packed_images(device, dtype, head_dim):
         return "flash attention, packed images in one call"
+    return describe_by_image(device, dtype, head_dim)
+
+
+def describe_by_image(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Which kernel `attend_by_image` uses."""
     if device.type == "cpu":
         return "flash attention on CPU, one image at a time"
     heads = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)

@@ -81,6 +81,10 @@ class ControlClient:
         header = self._receive_exactly(wire.HEADER_BYTES, allow_end=True)
         return self._receive_payload(header) if header else None
 
+    def has_message(self, timeout_s: float) -> bool:
+        """Whether the next message, or the end, is there; it may wait so long for it."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
     def watch(self) -> None:
         """Start the watchdog: end this process as soon as the front-end's end of the socket is closed."""
         threading.Thread(target=self._exit_on_hangup, name="front-end watchdog", daemon=True).start()

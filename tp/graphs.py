@@ -7,6 +7,7 @@ take the same path, since they see the same batch. Called by tp/runner.py; CUDA 
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from tp.spec import Grid
 
 log = logging.getLogger("tpvision.graphs")
 
+LARGEST_TIER = 4096  # patches; above, launching is a small part of a forward
 MAX_IMAGES = 64  # a batch of more runs eagerly
 _WARM_UPS = 3  # forwards before capture, in which libraries allocate and choose
 
@@ -44,7 +46,7 @@ class GraphedTier:
                 self._forward()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's watchdog looks on
             self._tokens = self._forward()
 
     def takes(self, packing: Packing) -> bool:
@@ -53,7 +55,10 @@ class GraphedTier:
         return sum(lengths) <= self.num_patches and len(lengths) <= MAX_IMAGES and packing.is_of_images
 
     def replay(self, x: Tensor, packing: Packing) -> Tensor:
-        """Embedded patches [N, D] -> merged tokens [N / 4, text hidden], valid until the next replay."""
+        """Embedded patches [N, D] -> merged tokens [N / 4, text hidden].
+
+        A copy: the graph's own are overwritten by the next replay, of any tier, as all share one pool of memory.
+        """
         rows, images = x.shape[0], len(packing.sequences.lengths)
         self._x[:rows].copy_(x)
         self._x[rows:].zero_()
@@ -61,30 +66,43 @@ class GraphedTier:
         self._offsets[: images + 1].copy_(packing.sequences.cu_seqlens)
         self._offsets[images + 1 :].fill_(rows)
         self._graph.replay()
-        return self._tokens[: rows // 4]
+        return self._tokens[: rows // 4].clone()
 
     def _forward(self) -> Tensor:
         return self._model.group.all_gather(self._model.encode_rows(self._x, self._packing))
 
 
-def capture(model: MoonViT, tiers: tuple[int, ...]) -> list[GraphedTier]:
-    """A graph for each of these tiers whose result agrees with the eager forward; the others stay eager, with a line.
+def capture(model: MoonViT, tiers: Sequence[int]) -> list[GraphedTier]:
+    """A graph for each small one of these tiers whose result agrees with the eager forward.
 
-    Every rank must call it alike: collectives are captured too. None where attention takes one image at a time, as its
-    images would be captured with it.
+    The others stay eager, those whose graph failed with a line in the log. Every rank must call it alike: collectives
+    are captured too. None where attention takes one image at a time, as its images would be captured with it.
     """
     if not takes_packed_images(model.group.device, model.pos_emb.dtype, model.spec.head_dim):
         return []
     pool = torch.cuda.graph_pool_handle()
     graphed = []
-    for tier in tiers:
-        graph = GraphedTier(model, tier, pool)
+    for tier in sorted(tier for tier in tiers if tier <= LARGEST_TIER):
+        graph = _captured(model, tier, pool)
+        if graph is None:
+            break  # whatever went wrong would again
         fault = _fault_of(graph, model)
         if fault is None:
             graphed.append(graph)
         else:
             log.warning("the CUDA graph of tier %d is not used: %s", tier, fault)
     return graphed
+
+
+def _captured(model: MoonViT, tier: int, pool: "torch.cuda._POOL_HANDLE") -> GraphedTier | None:
+    """None, on every rank, where any rank fails: nothing that is captured runs, so none waits for it."""
+    graph = None
+    try:
+        graph = GraphedTier(model, tier, pool)
+    except RuntimeError as error:
+        log.warning("the CUDA graph of tier %d cannot be captured: %s", tier, error)
+    num_graphs = model.group.all_reduce_(torch.full((1,), float(graph is not None), device=model.group.device))
+    return graph if num_graphs.item() == model.group.world_size else None
 
 
 def _shares(num_patches: int, world_size: int) -> tuple[TokenShare, ...]:

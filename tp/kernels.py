@@ -1,11 +1,12 @@
 """The heavy operations of the encoder behind one small interface: stock torch, and what is faster where it works.
 
-Shapes: x [..., in], weight [out, in], bias [out]; q, k, v [N, H, d] as in tp/attention.py. `choose_kernels` picks by
-device and by trial, so that a torch without the operator, or a CPU without the instructions, falls back to STOCK.
-Called by tp/model.py and tp/parallel.py.
+Shapes: x [..., in], weight [out, in], bias [out]; q, k, v [N, H, d] as in tp/attention.py; rotation [N, d / 2] complex.
+`choose_kernels` picks by device and by trial, so that a torch without the operator, or a CPU without the instructions,
+falls back to what works. Called by tp/model.py and tp/parallel.py.
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tp.attention import Sequences, attend, attend_in_runs, describe_kernel
+from tp.positions import rotate_
+from tp.streams import to_device
 
 log = logging.getLogger("tpvision.kernels")
 
@@ -29,6 +32,13 @@ class Kernels:
         """x W^T + b, then GELU where one is named: [..., out]."""
         y = F.linear(x, weight, bias)
         return y if gelu is None else F.gelu(y, approximate=gelu)
+
+    def rotate(self, qk: Tensor, rotation: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of q and k, q times `scale` too: [N, 2, H, d] -> [N, H, d] each. May overwrite qk."""
+        q, k = qk.unbind(1)
+        rotate_(q, rotation, scale=scale)
+        rotate_(k, rotation)
+        return q, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         """Attention of every patch to the patches of its own image, q scaled beforehand: [N, H, d]."""
@@ -85,16 +95,48 @@ class FusedGeluKernels(Kernels):
         return y.view(*x.shape[:-1], -1)
 
 
+class FusedRotaryKernels(FusedGeluKernels):
+    """CUDA in bfloat16: the rotary embedding of q and k in one pass over them, in place of eight, some in float32.
+
+    torch's jiterator compiles it when it is first used, with the compiler that comes with torch. It takes one dtype and
+    makes one output, so a pair of channels goes in as the 32 bits that it has in memory, and floats as theirs.
+    """
+
+    def rotate(self, qk: Tensor, rotation: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of q and k, q times `scale` too: [N, 2, H, d] -> [N, H, d] each, in memory of their own."""
+        turns = torch.view_as_real(rotation).view(torch.int32)[:, None, None]  # [N, 1, 1, d / 2, 2]
+        scales = _scales(scale, qk.device)[:, None, None]  # [2, 1, 1]
+        pairs = _rotary_kernel()(qk.view(torch.int32), turns[..., 0], turns[..., 1], scales)  # [N, 2, H, d / 2]
+        q, k = pairs.view(torch.bfloat16).unbind(1)
+        return q, k
+
+
+ROTATE_PAIR = """
+template <typename T> T nearest(T bits) {  // of a float, to bfloat16 in its upper half; ties to even, NaN stays NaN
+  return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+template <typename T> T rotate_pair(T pair, T cosine, T sine, T scale) {
+  const unsigned int bits = pair;
+  const float x = __uint_as_float(bits << 16), y = __uint_as_float(bits & 0xffff0000u);
+  const float c = __int_as_float(cosine) * __int_as_float(scale), s = __int_as_float(sine) * __int_as_float(scale);
+  const unsigned int first = __float_as_uint(x * c - y * s), second = __float_as_uint(x * s + y * c);
+  return (nearest(first) >> 16) | (nearest(second) & 0xffff0000u);
+}
+"""
+
 STOCK = Kernels()
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that work here: those for this kind of device if they pass a trial in `dtype`, else STOCK."""
-    kernels = OneDNNKernels() if device.type == "cpu" else FusedGeluKernels()
-    failure = _trial(kernels, device, dtype)
-    if failure is None:
-        return kernels
-    log.info("%s cannot be used in %s, stock torch is: %s", type(kernels).__name__, dtype, failure)
+    """The fastest kernels that work here: the first for this kind of device to pass a trial in `dtype`, else STOCK."""
+    candidates: list[Kernels] = [OneDNNKernels()] if device.type == "cpu" else [FusedGeluKernels()]
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        candidates.insert(0, FusedRotaryKernels())
+    for kernels in candidates:
+        failure = _trial(kernels, device, dtype)
+        if failure is None:
+            return kernels
+        log.info("%s cannot be used in %s: %s", type(kernels).__name__, dtype, failure)
     return STOCK
 
 
@@ -103,17 +145,33 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
 
 
+@cache
+def _rotary_kernel() -> Callable[..., Tensor]:
+    kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(ROTATE_PAIR)
+    return kernel
+
+
+@cache
+def _scales(scale: float, device: torch.device) -> Tensor:
+    """The bits of (scale, 1): [2] int32."""
+    return to_device(torch.tensor([scale, 1.0], dtype=torch.float32).view(torch.int32), device)
+
+
 def _trial(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot be used, or None: their linears beside stock torch's, on a few numbers."""
+    """Why these kernels cannot be used, or None: they beside stock torch's, on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((8, 64), (48, 64), (48,))
     x, weight, bias = (torch.randn(*shape, generator=generator).to(device, dtype) / 4 for shape in shapes)
     gelus: tuple[Gelu | None, ...] = (None, "none", "tanh")
+    qkv = torch.randn(4, 3, 2, 8, generator=generator).to(device, dtype)
+    rotation = torch.polar(torch.ones(4, 4), torch.rand(4, 4, generator=generator)).to(device)
     try:
         for gelu in gelus:
             for shift in (bias, None):
                 expected = STOCK.linear(x, weight, shift, gelu=gelu)
                 torch.testing.assert_close(kernels.linear(x, weight, shift, gelu=gelu), expected, rtol=2e-2, atol=2e-2)
+        turned = STOCK.rotate(qkv.clone()[:, :2], rotation, scale=0.5)
+        torch.testing.assert_close(kernels.rotate(qkv[:, :2], rotation, scale=0.5), turned, rtol=2e-2, atol=2e-2)
     except (AttributeError, RuntimeError, AssertionError) as error:
         return str(error)
     return None

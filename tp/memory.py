@@ -4,8 +4,8 @@ Pure arithmetic, no torch: `tpvision plan` prints it before anything is started.
 tensor there adds a row here; tests/tp/test_memory.py measures a forward and holds its peak against `scratch_rows`.
 Counted is what torch allocates on a CPU rank. Beside it lie the interpreter and torch's libraries, gloo's staging
 buffers, and oneDNN's weight reorders in half types. On CUDA the attention kernel keeps no thread buffers or packed
-keys and RMSNorm is one kernel without float32 rows, so those are left out; beside the rows lie NCCL's and cuBLAS'
-workspaces and the allocator's rounding.
+keys and RMSNorm is one kernel without float32 rows, so those are left out, and what the copies of the batch before may
+still hold is added; beside the rows lie NCCL's and cuBLAS' workspaces and the allocator's rounding.
 """
 
 import math
@@ -206,11 +206,18 @@ class _Sizes:
         rows = (4 * self.share_tokens, "patches of a share")
         self.partial = _row("partial sums", (world_size, "shares"), rows, self.hidden, self.size)
         self.share = _row("residual stream of the share", rows, self.hidden, self.size)
+        self.all_tokens: Factor = (world_size * self.share_tokens, "tokens")
+        self.text: Factor = (spec.text_hidden_size, "wide")
+        self.before = (
+            _row("pixels of the batch before", self.patches, (spec.patch_bytes, "B")),
+            _row("tokens of the batch before", self.all_tokens, self.text, self.size),
+        )
 
     def steps(self) -> tuple[Rows, ...]:
         attention = (self.attention(), self.fused_attention()) if self.on_cpu else (self.fused_attention(),)
         block = (self.qkv(), self.rotate(), *attention, self.wo(), self.mlp())
-        return (self.embed(), *block, self.scatter(), self.project(), self.gather())
+        steps = (self.embed(), *block, self.scatter(), self.project(), self.gather())
+        return steps if self.on_cpu else tuple((*step, *self.before) for step in steps)
 
     def embed(self) -> Rows:
         spec, chunk = self.spec, self.chunk
@@ -239,7 +246,7 @@ class _Sizes:
     def rotate(self) -> Rows:
         run = (min(self.patches[0], NARROW_RUN), "patches at a time") if self.on_cpu else self.patches
         turns = _row("turns of a run, scaled", run, (self.spec.head_dim // 2, "pairs"), (8, "B"))
-        turned = _row("q or k of a run in float32", run, (self.width, "channels"), (4, "B"))
+        turned = _row("q or k of a run in float32", run, (self.width, "channels"), (4, "B"))  # or both, in a half type
         return (*self.held, self.all_qkv, turns, *((turned,) if self.is_half else ()))
 
     def attention(self) -> Rows:
@@ -261,12 +268,13 @@ class _Sizes:
         tile = 256 * (512 + spec.head_dim + 2) * 4 + (256 * 512 * 2 if self.is_half else 0)
         packed = _row("keys and values packed for AMX", self.patches, (2 * self.width, "channels"), self.size)
         of_cpu = (_row("attention tiles", (self.threads, "threads"), (tile, "B")), *((packed,) if self.is_half else ()))
+        of_cuda = (_row("rotated q and k", self.patches, (2 * self.width, "channels"), self.size),)
         return (
             *self.held,
             self.all_qkv,
             self.attended,
             _row("log-sum-exps", self.patches, (heads, "heads"), (4, "B")),
-            *(of_cpu if self.on_cpu else ()),
+            *(of_cpu if self.on_cpu else of_cuda),
         )
 
     def wo(self) -> Rows:
@@ -282,25 +290,22 @@ class _Sizes:
 
     def project(self) -> Rows:
         tokens = (min(self.share_tokens, ROW_CHUNK // 4), "tokens at a time")
-        text = (self.spec.text_hidden_size, "wide")
         merged = _row(
             "merged tokens between the linears", (2, "times"), tokens, (4 * self.spec.hidden_size, "wide"), self.size
         )
-        product = _row("projected tokens of a run", tokens, text, self.size)
+        product = _row("projected tokens of a run", tokens, self.text, self.size)
         if self.spec.projector == "pre_norm":
             run = self._normed(tokens, (4 * self.spec.hidden_size, "wide"), merged, product)
         else:
-            run = max((merged, product), (product, *self._normed(tokens, text)), key=total_bytes)
+            run = max((merged, product), (product, *self._normed(tokens, self.text)), key=total_bytes)
         return (self.pixels, self.share, self._tokens(), *run)
 
     def gather(self) -> Rows:
-        tokens = (self.world_size * self.share_tokens, "tokens")
-        gathered = _row("tokens of all ranks", tokens, (self.spec.text_hidden_size, "wide"), self.size)
+        gathered = _row("tokens of all ranks", self.all_tokens, self.text, self.size)
         return (self.pixels, self._tokens(), gathered)
 
     def _tokens(self) -> MemoryRow:
-        text = (self.spec.text_hidden_size, "wide")
-        return _row("tokens of the share", (self.share_tokens, "tokens"), text, self.size)
+        return _row("tokens of the share", (self.share_tokens, "tokens"), self.text, self.size)
 
     def _normed(self, rows: Factor, width: Factor, *then: MemoryRow) -> Rows:
         """A norm's own scratch (RMSNorm's float32 copies of a run), or its result and what comes `then`."""

@@ -10,6 +10,7 @@ tp/memory.py counts them. Knows shapes, not weights' names on disk (tp/weights.p
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
@@ -28,9 +29,11 @@ from tp.parallel import (
     empty_parameter,
     split_tokens,
 )
-from tp.positions import add_position_embedding_, rotate_, rotations
+from tp.positions import add_position_embedding_, rotations
 from tp.spec import CHANNELS, EncoderSpec, Grid, ProcessorSpec
+from tp.streams import to_device
 
+CPU = torch.device("cpu")
 TOWER_LAYER_NORM_EPS = 1e-5
 RMS_NORM_EPS = 2.0**-23  # what the reference does on current torch, in every dtype
 
@@ -106,7 +109,7 @@ class MoonViT(nn.Module):
 
     def embed(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """uint8 [N, 588] -> [N, D]: normalised pixels through the patch embedding, plus position embeddings."""
-        values = pixel_table(self.spec.processor, self.pos_emb.dtype).to(pixels.device)
+        values = pixel_table(self.spec.processor, self.pos_emb.dtype, pixels.device)
         x = values.new_empty(pixels.shape[0], self.spec.hidden_size)
         by_rows(lambda rows: self.patch_embed(normalise(rows, values)), pixels, out=x)
         table = self.pos_emb.float()
@@ -157,11 +160,9 @@ class Block(nn.Module):
         return y
 
     def _attention(self, x: Tensor, packing: Packing) -> Tensor:
-        qkv = self.qkv(self.norm0(x))  # [N, 3 Q]
-        q, k, v = qkv.view(x.shape[0], 3, -1, self.head_dim).unbind(1)  # [N, H, d] each
-        rotate_(q, packing.rotation, scale=self.head_dim**-0.5)
-        rotate_(k, packing.rotation)
-        return self._kernels.attend(q, k, v, packing.sequences).flatten(1)  # [N, H, d] -> [N, Q]
+        qkv = self.qkv(self.norm0(x)).view(x.shape[0], 3, -1, self.head_dim)  # [N, 3 Q] -> [N, 3, H, d]
+        q, k = self._kernels.rotate(qkv[:, :2], packing.rotation, scale=self.head_dim**-0.5)
+        return self._kernels.attend(q, k, qkv[:, 2], packing.sequences).flatten(1)  # [N, H, d] -> [N, Q]
 
     def _mlp(self, rows: Tensor) -> Tensor:
         return self.fc1.partial(self.fc0(self.norm1(rows), gelu="tanh"))
@@ -251,9 +252,11 @@ def merge(x: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([part.view(*segment, -1).mean(1) for part, segment in zip(parts, segments, strict=True)])
 
 
-def pixel_table(processor: ProcessorSpec, dtype: torch.dtype) -> Tensor:
+@cache
+def pixel_table(processor: ProcessorSpec, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """[3 * 256]: what each pixel value of each channel becomes, with the reference's rounding at each step.
 
+    One for all who ask for the same, so not to be written to.
     K3, K2.5: v / 255 in float64 to float32; less the mean in float64 to float32; times 1 / std in float64 to float32.
     Kimi-VL: v / 255, less the mean, divided by std, all in float32.
     """
@@ -261,13 +264,13 @@ def pixel_table(processor: ProcessorSpec, dtype: torch.dtype) -> Tensor:
         values = torch.arange(256, dtype=torch.float32) / 255
         means, stds = torch.tensor([processor.mean, processor.std], dtype=torch.float32)[..., None]  # [3, 1] each
         table: Tensor = (values - means) / stds
-        return table.flatten().to(dtype)
+        return to_device(table.flatten().to(dtype), device)
     scaled = (torch.arange(256, dtype=torch.float64) / 255).float()
     channels = [
         ((scaled.double() - mean).float().double() * (1 / std)).float()
         for mean, std in zip(processor.mean, processor.std, strict=True)
     ]
-    return torch.cat(channels).to(dtype)
+    return to_device(torch.cat(channels).to(dtype), device)
 
 
 def normalise(pixels: Tensor, table: Tensor) -> Tensor:

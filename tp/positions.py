@@ -3,7 +3,7 @@
 Shapes: an item has grid (t, h, w) and n = t h w rows in the order (token row, token column, frame, 2, 2): merged
 tokens row-major, then frames, then the 2 x 2 patches of the token. D is the hidden size, d the head size.
 Pure tensors. Maths: MoonViT as in Kimi K3 (learned table, `interpolate` without align_corners or antialiasing, 2-D
-RoPE with theta 10000 on neighbouring channel pairs). Called by tp/model.py.
+RoPE with theta 10000 on neighbouring channel pairs). Called by tp/model.py and tp/kernels.py.
 """
 
 from functools import lru_cache
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tp.memory import NARROW_RUN, ROW_CHUNK
 from tp.spec import ROPE_THETA, Grid
+from tp.streams import to_device
 
 Interpolation = Literal["bilinear", "bicubic"]
 CUBIC_A = -0.75
@@ -47,7 +48,7 @@ def _with_time(part: Tensor, frame: int, num_frames: int) -> Tensor:
 def time_embedding(frame: int, size: int, device: torch.device) -> Tensor:
     """[size] in float32: sin(frame * omega), then cos, with omega_j = 10000^(-j / (size / 2))."""
     omega = ROPE_THETA ** (torch.arange(size // 2, dtype=torch.float64) / (-size / 2))
-    return torch.cat([torch.sin(frame * omega), torch.cos(frame * omega)]).to(device, torch.float32)
+    return to_device(torch.cat([torch.sin(frame * omega), torch.cos(frame * omega)]).float(), device)
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +70,7 @@ def resampling_matrix(size_in: int, size_out: int, interpolation: Interpolation,
     for tap, weight in weights.items():
         column = (floor.long() + tap).clamp(0, size_in - 1)
         matrix.scatter_add_(1, column[:, None], weight[:, None])
-    return matrix.to(device)
+    return to_device(matrix, device)
 
 
 def _cubic_weights(fraction: Tensor) -> dict[int, Tensor]:

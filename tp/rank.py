@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from tp.memory import MemoryShortError, fit_memory, scratch_rows, total_bytes
 from tp.modes import assign_images, timing_sizes
 from tp.parallel import TPGroup
 from tp.process import resident_bytes
-from tp.runner import Runner
+from tp.runner import Pending, Runner
 from tp.settings import Settings, load_settings
 from tp.slab import Slab, SlabLayout
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec, SpecError, check_world_size, read_spec
@@ -36,7 +37,7 @@ from tp.spec import ITEMSIZE, Dtype, EncoderSpec, SpecError, check_world_size, r
 log = logging.getLogger("tpvision.rank")
 
 _CONNECT_TIMEOUT_S = 60.0
-_LARGEST_GRAPH = 4096  # patches; above, launching is a small part of a forward
+_POLL_S = 50e-6  # of the device, which nothing tells when it is done
 _PROGRESS_EVERY_S = 0.1
 _SMALLEST_PATCHES = 4  # of one token
 
@@ -69,38 +70,80 @@ def main() -> None:
 def serve(control: ControlClient, slab: Slab, runner: Runner, group: TPGroup, max_patches: int) -> int:
     """Encode batch after batch until told to stop; the exit status.
 
-    Every rank checks a batch before the first collective, so that a batch that one refuses starts on none.
+    Every rank checks a batch before the first collective, so that a batch that one refuses starts on none. One that
+    comes while the device is at the batch before is started at once: its launch and its copies are hidden, and the
+    answer to the one before is late by no more than the launch. Ranks need not be equally far ahead: all start the same
+    batches in the same order, and so the same collectives and graphs, in one stream of their device, where who is ahead
+    waits for the others; and no start waits for another rank's answer.
     """
+    running: _Running | None = None
     while True:
+        if running is not None and not _comes_early(control, running):
+            running.answer(control)
+            running = None
         message = control.receive()
-        if isinstance(message, wire.Stop):
-            return 0
         if message is None:
             return EXIT_FRONT_END_GONE
-        if not isinstance(message, wire.Batch):
-            raise wire.WireError(f"expected a batch, not {type(message).__name__}")
-        if message.num_patches > max_patches:
-            raise wire.WireError(f"a batch of {message.num_patches} patches is over the top tier of {max_patches}")
-        mine = list(range(len(message.images)))
-        if message.mode == "dp":
-            costs = [runner.spec.cost(image.grid.num_patches) for image in message.images]
-            mine = assign_images(costs, group.world_size)[group.rank]
-        images = [message.images[index] for index in mine]
-        grids = [image.grid for image in images]
-        pixels = [slab.pixels(image.run) for image in images]
-        outputs = [slab.tokens(image.run, image.grid.num_tokens) for image in images]
-        if message.mode == "dp":
-            report = runner.encode_alone(grids, pixels, outputs)
-        else:
-            report = runner.encode(grids, pixels, outputs if group.rank == 0 else None)
+        started = None
+        try:
+            if not isinstance(message, wire.Stop):
+                started = _start_batch(message, slab, runner, group, max_patches)
+        finally:  # also where the next batch cannot be started
+            if running is not None:
+                running.answer(control)
+        if started is None:
+            return 0
+        running = started
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A batch that was started and is not answered."""
+
+    batch_id: int
+    indexes: Sequence[int]  # of the images that this rank encodes
+    pending: Pending
+
+    def answer(self, control: ControlClient) -> None:
+        """Wait for it, and say that it is done."""
+        report = self.pending.finish()
         control.send(
             wire.Done(
-                batch_id=message.batch_id,
-                non_finite=[mine[index] for index in report.non_finite],
+                batch_id=self.batch_id,
+                non_finite=[self.indexes[index] for index in report.non_finite],
                 forward_s=report.forward_s,
                 all_gather_s=report.all_gather_s,
+                is_graphed=report.is_graphed,
             )
         )
+
+
+def _comes_early(control: ControlClient, running: _Running) -> bool:
+    """Wait for the next message, or for the batch that runs: whether the message was first."""
+    while not running.pending.is_done():
+        if control.has_message(_POLL_S):
+            return True
+    return False
+
+
+def _start_batch(message: wire.Message, slab: Slab, runner: Runner, group: TPGroup, max_patches: int) -> _Running:
+    if not isinstance(message, wire.Batch):
+        raise wire.WireError(f"expected a batch, not {type(message).__name__}")
+    if message.num_patches > max_patches:
+        raise wire.WireError(f"a batch of {message.num_patches} patches is over the top tier of {max_patches}")
+    mine = list(range(len(message.images)))
+    if message.mode == "dp":
+        costs = [runner.spec.cost(image.grid.num_patches) for image in message.images]
+        mine = assign_images(costs, group.world_size)[group.rank]
+    images = [message.images[index] for index in mine]
+    grids = [image.grid for image in images]
+    pixels = [slab.pixels(image.run) for image in images]
+    outputs = [slab.tokens(image.run, image.grid.num_tokens) for image in images]
+    if message.mode == "dp":
+        pending = runner.start_alone(grids, pixels, outputs)
+    else:
+        pending = runner.start(grids, pixels, outputs if group.rank == 0 else None)
+    return _Running(message.batch_id, mine, pending)
 
 
 def _start(control: ControlClient, settings: Settings, group_index: int) -> tuple[Slab, Runner, TPGroup, int]:
@@ -137,13 +180,13 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
         resident=settings.parallel.resident,
         on_progress=_report_progress(control),
     )
-    if device.type == "cuda":
-        share = (0, 1) if settings.parallel.resident == "full" else (rank, world_size)  # it may encode alone
-        check_device_memory(spec, tiers[-1], free_bytes=_free_bytes(device), share=share, dtype=dtype)
     runner.warm_up(_SMALLEST_PATCHES)  # libraries set themselves up in the first forward, so a later one is timed
     graph_tiers: tuple[int, ...] = ()
     if settings.parallel.cuda_graphs == "on":
-        graph_tiers = runner.capture([tier for tier in tiers if tier <= _LARGEST_GRAPH])
+        graph_tiers = runner.capture(tiers)
+    if device.type == "cuda":
+        share = (0, 1) if settings.parallel.resident == "full" else (rank, world_size)  # it may encode alone
+        check_device_memory(spec, tiers[-1], free_bytes=_free_bytes(device), share=share, dtype=dtype)
     report = runner.warm_up(tiers[0])
     timings: list[wire.Timing] = []
     if settings.parallel.resident == "full" and world_size > 1:
@@ -201,9 +244,9 @@ def check_device_memory(spec: EncoderSpec, top: int, *, free_bytes: int, share: 
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of the GPU's memory: what nobody has, and what torch keeps for reuse."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    """Of the GPU's memory: what nobody has, when torch keeps nothing for reuse but what graphs run in."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -227,7 +270,7 @@ def pin(slab: Slab, device: torch.device) -> None:
     except torch.cuda.CudaError as error:
         log.warning("the slab's pages cannot be locked for the GPU, copies will be slower: %s", error)
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)  # takes the error that CUDA would report to the next kernel
+            torch.ones(1, device=device).neg_()  # takes the error that CUDA would report to the next kernel
 
 
 def _report_progress(control: ControlClient) -> Callable[[int, int], None]:

@@ -1,12 +1,12 @@
 """One rank's encoder: loads it, runs a batch through it, writes each image's tokens where the caller wants them.
 
-Knows arrays and grids, not sockets or slabs; every rank of the group must call with the same batch. Called by
-tp/worker.py. CPU threads are the caller's business.
+Knows arrays and grids, not sockets or slabs; every rank of the group must start the same batches in the same order.
+Called by tp/rank.py. CPU threads are the caller's business.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from tp.model import RMS_NORM_EPS, MoonViT
 from tp.modes import Mode
 from tp.parallel import TPGroup
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec, Grid
+from tp.streams import Moment, streams_of
 from tp.weights import TORCH_DTYPES, Progress, load_weights, share_weights
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,11 +34,42 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EncodeReport:
-    """What one batch took on this rank. `non_finite` holds indexes of images with a NaN or infinity, where scanned."""
+    """What one batch took on this rank. `non_finite` holds indexes of images with a NaN or infinity, where scanned.
+
+    On CUDA by the device's clock, from when it is done with the batch before.
+    """
 
     forward_s: float  # to device, forward, up to this rank's share of the tokens
     all_gather_s: float  # waits for slower ranks included
     non_finite: tuple[int, ...]
+    is_graphed: bool = False  # it replayed a CUDA graph
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A batch that was started. Its pixels are read, and its outputs written, until it is done."""
+
+    began: Moment
+    encoded: Moment  # this rank's share
+    gathered: Moment
+    done: Moment
+    finite: Tensor | None = None  # [images] bool, where scanned
+    is_graphed: bool = False
+
+    def is_done(self) -> bool:
+        """Whether `finish` returns at once. Raises what went wrong on the device."""
+        return self.done.is_past()
+
+    def finish(self) -> EncodeReport:
+        """Wait for it. Raises what went wrong on the device."""
+        self.done.wait()
+        finite = [] if self.finite is None else self.finite.tolist()
+        return EncodeReport(
+            self.encoded.seconds_since(self.began),
+            self.gathered.seconds_since(self.encoded),
+            tuple(index for index, is_finite in enumerate(finite) if not is_finite),
+            self.is_graphed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +94,7 @@ class Runner:
         self._graphs: list[GraphedTier] = []
         self._kernels = kernels
         self._group = model.group
+        self._streams = streams_of(model.group.device)
 
     @classmethod
     def load(
@@ -93,7 +126,6 @@ class Runner:
             share_weights(whole, model)
         return cls(model, whole if resident == "full" else None, kernels, dtype=dtype, fingerprint=fingerprint(table))
 
-    @torch.inference_mode()
     def encode(
         self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None = None
     ) -> EncodeReport:
@@ -102,50 +134,65 @@ class Runner:
         With `outputs` (rank 0), image i's tokens are written to outputs[i], uint8 [num_tokens, text hidden * itemsize]
         holding the compute dtype's bytes, and scanned for non-finite values. Raises BatchError on a misfit.
         """
-        self._check(grids, pixels, outputs)
-        return self._encode(self._model, grids, pixels, outputs)
+        return self.start(grids, pixels, outputs).finish()
 
-    @torch.inference_mode()
     def encode_alone(
         self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None = None
     ) -> EncodeReport:
         """The same on this rank alone, whatever the others do; needs all weights here. Nothing to encode is fine."""
+        return self.start_alone(grids, pixels, outputs).finish()
+
+    def start(self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None = None) -> Pending:
+        """Begin to encode a batch: the same as `encode`, which on CUDA goes on after this returns.
+
+        Another batch may be started meanwhile: its pixels are copied to the device while this one is computed, and this
+        one's tokens are copied back while that one is. Results are the same bits.
+        """
+        self._check(grids, pixels, outputs)
+        return self._start(self._model, grids, pixels, outputs)
+
+    def start_alone(
+        self, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None = None
+    ) -> Pending:
+        """Begin to `encode_alone`."""
         if self._whole is None:
             raise BatchError("this rank holds a shard of the weights: it cannot encode alone")
         if not grids:
-            return EncodeReport(0.0, 0.0, ())
+            now = self._streams.mark()
+            return Pending(now, now, now, now)
         self._check(grids, pixels, outputs)
-        return self._encode(self._whole, grids, pixels, outputs)
+        return self._start(self._whole, grids, pixels, outputs)
 
-    def _encode(
+    @torch.inference_mode()
+    def _start(
         self, model: MoonViT, grids: Sequence[Grid], pixels: Sequence[Bytes], outputs: Sequence[Bytes] | None
-    ) -> EncodeReport:
-        started_s = time.perf_counter()
+    ) -> Pending:
+        began = self._streams.mark()
         packing = model.pack(grids)
-        x = model.embed(self._pack(pixels), grids)
+        x = model.embed(self._streams.copy_in(lambda: self._pack(pixels)), grids)
         graph = next((graph for graph in self._graphs if model is self._model and graph.takes(packing)), None)
         if graph is not None:
             tokens = graph.replay(x, packing)
-            self._synchronize()
-            non_finite = () if outputs is None else self._write(tokens, grids, outputs)
-            return EncodeReport(time.perf_counter() - started_s, 0.0, non_finite)
-        share = model.encode_rows(x, packing)
-        self._synchronize()
-        encoded_s = time.perf_counter()
-        tokens = model.gather(share, grids)
-        self._synchronize()
-        gathered_s = time.perf_counter()
-        non_finite = () if outputs is None else self._write(tokens, grids, outputs)
-        return EncodeReport(encoded_s - started_s, gathered_s - encoded_s, non_finite)
+            encoded = gathered = self._streams.mark()
+        else:
+            share = model.encode_rows(x, packing)
+            encoded = self._streams.mark()
+            tokens = model.gather(share, grids)
+            gathered = self._streams.mark()
+        finite, written = None, gathered
+        if outputs is not None:
+            finite, written = self._streams.copy_out(tokens, partial(_write, grids=grids, outputs=outputs))
+        return Pending(began, encoded, gathered, written, finite, is_graphed=graph is not None)
 
     def warm_up(self, num_patches: int) -> EncodeReport:
         """Encode one black image of `num_patches` (a multiple of 4), as near to a square as they allow."""
         return self.encode(*self._black_image(num_patches))
 
+    @torch.inference_mode()
     def capture(self, tiers: Sequence[int]) -> tuple[int, ...]:
-        """Capture CUDA graphs for these tiers; those that came out right, and are used from now on."""
+        """Capture CUDA graphs for the small ones of these tiers; which came out right, and are used from now on."""
         if self._group.device.type == "cuda":
-            self._graphs = capture(self._model, tuple(sorted(tiers)))
+            self._graphs = capture(self._model, tiers)
         return tuple(graph.num_patches for graph in self._graphs)
 
     def time_modes(self, sizes: Sequence[int]) -> list[tuple[Mode, int, float]]:
@@ -204,20 +251,17 @@ class Runner:
             rows.copy_(torch.from_numpy(np.require(part, requirements="W")), non_blocking=True)
         return packed
 
-    def _write(self, tokens: Tensor, grids: Sequence[Grid], outputs: Sequence[Bytes]) -> tuple[int, ...]:
-        parts = torch.split(tokens, [grid.num_tokens for grid in grids])
-        for part, output in zip(parts, outputs, strict=True):
-            torch.from_numpy(output).view(part.dtype).copy_(part, non_blocking=True)
-        finite = torch.stack([_is_finite(part) for part in parts]).tolist()  # waits, once, for all of it
-        return tuple(index for index, is_finite in enumerate(finite) if not is_finite)
-
-    def _synchronize(self) -> None:
-        if self._group.device.type == "cuda":
-            torch.cuda.synchronize(self._group.device)
-
 
 def _total_s(report: EncodeReport) -> float:
     return report.forward_s + report.all_gather_s
+
+
+def _write(tokens: Tensor, grids: Sequence[Grid], outputs: Sequence[Bytes]) -> Tensor:
+    """Which images are finite: [images] bool, on the host once the tokens are in `outputs`."""
+    parts = torch.split(tokens, [grid.num_tokens for grid in grids])
+    for part, output in zip(parts, outputs, strict=True):
+        torch.from_numpy(output).view(part.dtype).copy_(part, non_blocking=True)
+    return torch.stack([_is_finite(part) for part in parts]).to("cpu", non_blocking=True)
 
 
 def _check_array(what: str, array: Bytes, shape: tuple[int, int]) -> None:

@@ -26,7 +26,7 @@ from tp.settings import Settings
 from tp.slab import Run
 from tp.spec import EncoderSpec, Grid
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_PAYLOAD_BYTES = 2**20
 MAX_IMAGES_PER_BATCH = 4096
 
@@ -188,6 +188,7 @@ class Done(Message):
     non_finite: list[int]
     forward_s: float
     all_gather_s: float
+    is_graphed: bool = False  # it replayed a CUDA graph
 
 
 class Failed(Message):

@@ -2,8 +2,9 @@
 
 `what` happens on `rank`, `where` in a batch that holds an image of `tokens` merged tokens (0: any batch, the warm-up
 too), as long as `times` is above 0; each fault counts it down. It waits for the file `gate` where one is named. With
-TP_POISON set, the front-end fills the slab, and rows that are given back, with NaN; with TP_HANG_DECODERS, decode
-processes hang before their first line. The product knows nothing of this.
+TP_IN_FLIGHT set, so many batches are in flight to a group on CPU too. With TP_POISON set, the front-end fills the slab,
+and rows that are given back, with NaN; with TP_HANG_DECODERS, decode processes hang before their first line. The
+product knows nothing of this.
 """
 
 import fcntl
@@ -65,9 +66,9 @@ def strike(fault: dict[str, Any]) -> None:
 
 
 def spoil_runner(module: Any) -> None:
-    original = module.Runner.encode
+    original = module.Runner.start
 
-    def encode(self: Any, grids: Any, pixels: Any, outputs: Any = None) -> Any:
+    def start(self: Any, grids: Any, pixels: Any, outputs: Any = None) -> Any:
         fault = due_fault(self._group.rank, grids)
         where = fault["where"] if fault else "nowhere"
         if fault and where == "before":
@@ -76,12 +77,12 @@ def spoil_runner(module: Any) -> None:
             spoil_block(self._model.blocks[2], fault)
         if fault and fault["what"] == "nan":
             spoil_tokens(self, grids, fault["tokens"])
-        report = original(self, grids, pixels, outputs)
+        pending = original(self, grids, pixels, outputs)
         if fault and where == "after":
             strike(fault)
-        return report
+        return pending
 
-    module.Runner.encode = encode
+    module.Runner.start = start
 
 
 def spoil_block(block: Any, fault: dict[str, Any]) -> None:
@@ -140,6 +141,8 @@ SLABS: list[Any] = []
 PATCHES: dict[str, Any] = {}
 if FILE is not None:
     PATCHES["tp.runner"] = spoil_runner
+if "TP_IN_FLIGHT" in os.environ:
+    PATCHES["service.engine"] = lambda module: module._BATCHES_IN_FLIGHT.update(cpu=int(os.environ["TP_IN_FLIGHT"]))
 if "TP_POISON" in os.environ:
     PATCHES |= {"tp.slab": poison_slab, "service.admission": poison_allocator}
 

@@ -129,6 +129,21 @@ def test_a_rank_that_dies_costs_nobody_an_answer(victim: Faulty, what: str, wher
     assert lost(victim) == num_lost + 1
 
 
+@pytest.mark.parametrize("where", ["before", "during"])
+def test_with_two_batches_in_flight_it_costs_nobody_an_answer_either(
+    make_faulty: Callable[..., Faulty], where: str
+) -> None:
+    victim = make_faulty(TP_IN_FLIGHT="2", TPVISION_CAPACITY__PATCH_CAPACITIES="32")  # one image a batch
+    victim.arm("kill", where=where)
+    marked, neighbours = victim.send_with_neighbours()
+    assert [answer.status_code for answer in [marked, *neighbours]] == [200] * 7
+    victim.wait_ready()
+    victim.arm("kill", where=where, times=2)
+    marked, neighbours = victim.send_with_neighbours()
+    assert (marked.status_code, marked.json()["error"]["code"]) == (500, "encode_failed")
+    assert [answer.status_code for answer in neighbours] == [200] * 6
+
+
 @pytest.mark.parametrize("what", ["sleep", "stop", "mismatch"])
 def test_a_rank_that_hangs_is_ended_at_the_batch_deadline(victim: Faulty, what: str) -> None:
     kind = {} if what == "mismatch" else {"reason": "hung"}  # gloo may notice a mismatch before the deadline

@@ -74,9 +74,9 @@ async def test_settling_answers_each_and_frees_the_rows() -> None:
     batcher.submit([good, bad])
     batch = batcher.take()
     assert batch
-    batcher.settle(batch, done(batch.batch_id, 1), "dp")
+    batcher.settle(batch, done(batch.batch_id, 1), "dp", began_at=1.5)
     times = await good.future
-    assert (times.submitted_at, times.mode) == (good.submitted_at, "dp")
+    assert (times.submitted_at, times.began_at, times.mode) == (good.submitted_at, 1.5, "dp")
     with pytest.raises(NonFiniteOutput):
         await bad.future
     for each in (good, bad):
@@ -93,9 +93,10 @@ async def test_a_lost_batch_runs_again_one_by_one_and_poison_is_given_up() -> No
     assert lost
     batcher.submit([later])
     batcher.give_back(lost, "first")
+    assert batcher.is_next_suspect and not lost.is_suspect
     alone = batcher.take()
-    assert alone and list(alone.entries) == [good]
-    batcher.settle(alone, done(alone.batch_id))
+    assert alone and list(alone.entries) == [good] and alone.is_suspect
+    batcher.settle(alone, done(alone.batch_id), began_at=0)
     assert good.future.done()
     second = batcher.take()
     assert second and list(second.entries) == [poison]
@@ -103,6 +104,7 @@ async def test_a_lost_batch_runs_again_one_by_one_and_poison_is_given_up() -> No
     with pytest.raises(EncodeFailed):
         await poison.future
     assert poison.lost_with == ["first", "second"]
+    assert not batcher.is_next_suspect
     rest = batcher.take()
     assert rest and list(rest.entries) == [later]
 
@@ -123,6 +125,6 @@ def test_stages_are_the_slowest_ranks_and_end_together() -> None:
         wire.Done(batch_id=1, non_finite=[], forward_s=2.0, all_gather_s=1.25),  # waits a second for the other
         wire.Done(batch_id=1, non_finite=[], forward_s=3.0, all_gather_s=0.25),
     ]
-    times = EntryTimes(submitted_at=5.0, dispatched_at=6.5, settled_at=10.0, replies=replies, mode="tp")
+    times = EntryTimes(submitted_at=5.0, began_at=6.5, settled_at=10.0, replies=replies, mode="tp")
     assert times.stages == {"queue": (5.0, 6.5), "forward": (6.75, 9.75), "all_gather": (9.75, 10.0)}
     assert times.rank_0_forward == (6.75, 8.75)

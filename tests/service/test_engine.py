@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playing import MODEL, join, played_settings
-from running import GOLDEN, until
+from running import GOLDEN, until, wait_until
 
 from service import engine as module
 from service.body import Body
@@ -115,6 +116,36 @@ def test_what_a_stopped_rank_elsewhere_had_runs_again_in_other_rows(
         hung.goes_on.set()
 
     run_engine(tmp_path, use, hung.hear, TPVISION_LIMITS__BATCH_TIMEOUT_S="0.5")
+
+
+def test_what_was_in_flight_at_a_loss_runs_again_with_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module._BATCHES_IN_FLIGHT, "cpu", 2)
+    engines: list[Engine] = []
+    seen: list[int] = []
+
+    def num_in_flight() -> int:
+        return sum(len(group._waiting) for group in engines[0]._groups.ready)
+
+    def die(message: wire.Message) -> None:
+        wait_until(lambda: num_in_flight() == 2)
+        raise OSError
+
+    def look(message: wire.Message) -> None:
+        if isinstance(message, wire.Batch):
+            time.sleep(0.2)  # for a second one to come, if it does
+            seen.append(num_in_flight())
+
+    async def use(engine: Engine, settings: Settings) -> None:
+        engines.append(engine)
+        answers = [asyncio.create_task(encode(engine)) for _ in range(2)]
+        await until(lambda: engine.state != "ready")
+        join(settings, "second", look)
+        await asyncio.gather(*answers)
+        assert seen == [1, 1]
+
+    run_engine(tmp_path, use, die, TPVISION_CAPACITY__PATCH_CAPACITIES="24")
 
 
 def test_what_a_stopped_rank_elsewhere_had_is_told_so_where_no_rows_are_free(

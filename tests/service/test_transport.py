@@ -6,6 +6,7 @@ import dataclasses
 import os
 import resource
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,47 @@ async def test_a_group_is_ready_when_every_rank_is_and_answers_when_every_rank_d
             assert await asyncio.to_thread(client.receive) == BATCH
             assert not encoding.done()
             client.send(wire.Done(batch_id=7, non_finite=[], forward_s=float(rank), all_gather_s=0.0))
-        assert [done.forward_s for done in await encoding] == [0.0, 1.0]
+        assert group.idle.is_set() is False
+        assert [done.forward_s for done in (await encoding).replies] == [0.0, 1.0]
+        assert group.idle.is_set()
+        for client in clients:
+            client.close()
+
+
+@on_a_loop
+async def test_the_time_of_a_batch_runs_from_when_those_before_it_are_answered(path: Path) -> None:
+    async with Listening(path) as listening:
+        clients = [await listening.join(hello(rank)) for rank in (0, 1)]
+        group = await listening.ready.get()
+        first = asyncio.create_task(group.encode(BATCH))
+        second = asyncio.create_task(group.encode(BATCH.model_copy(update={"batch_id": 8}), 0.1))
+        await asyncio.sleep(0.3)
+        assert not second.done()
+        sent_at = time.monotonic()
+        for client in clients:
+            client.send(wire.Done(batch_id=7, non_finite=[], forward_s=0.0, all_gather_s=0.0))
+        assert (await first).began_at < sent_at
+        with pytest.raises(TimeoutError):
+            await second
+        assert group.idle.is_set()
+        for client in clients:
+            client.close()
+
+
+@on_a_loop
+async def test_of_two_batches_in_flight_each_gets_its_own_replies_and_its_turn(path: Path) -> None:
+    async with Listening(path) as listening:
+        clients = [await listening.join(hello(rank)) for rank in (0, 1)]
+        group = await listening.ready.get()
+        ids = (7, 8)
+        encoding = [asyncio.create_task(group.encode(BATCH.model_copy(update={"batch_id": each}))) for each in ids]
+        for client in clients:  # rank 0 is done with both before rank 1 is with any
+            for each in ids:
+                await asyncio.to_thread(client.receive)
+                client.send(wire.Done(batch_id=each, non_finite=[], forward_s=float(each), all_gather_s=0.0))
+        first, second = await asyncio.gather(*encoding)
+        assert [[done.batch_id for done in answer.replies] for answer in (first, second)] == [[7, 7], [8, 8]]
+        assert first.began_at < second.began_at
         for client in clients:
             client.close()
 

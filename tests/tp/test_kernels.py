@@ -1,12 +1,28 @@
 """Kernels other than stock torch's against stock torch and against float64, and what happens where they do not work."""
 
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tp import kernels as module
 from tp.attention import Sequences
-from tp.kernels import STOCK, FusedGeluKernels, Gelu, Kernels, OneDNNKernels, choose_kernels
+from tp.kernels import (
+    ROTATE_PAIR,
+    STOCK,
+    FusedGeluKernels,
+    FusedRotaryKernels,
+    Gelu,
+    Kernels,
+    OneDNNKernels,
+    choose_kernels,
+)
 from tp.memory import MOST_QUERIES
 
 CPU = torch.device("cpu")
@@ -80,8 +96,91 @@ def test_chosen_where_it_works() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_fused_gelu_is_chosen_on_a_gpu(dtype: torch.dtype) -> None:
-    assert isinstance(choose_kernels(torch.device("cuda"), dtype), FusedGeluKernels)
+def test_on_a_gpu_all_that_is_fused_is_chosen(dtype: torch.dtype) -> None:
+    kind = FusedRotaryKernels if dtype == torch.bfloat16 else FusedGeluKernels
+    assert type(choose_kernels(torch.device("cuda"), dtype)) is kind
+
+
+CPP = """
+#include <cstring>
+template <typename To, typename From> To cast(From from) { To to; std::memcpy(&to, &from, 4); return to; }
+static float __uint_as_float(unsigned int bits) { return cast<float>(bits); }
+static float __int_as_float(int bits) { return cast<float>(bits); }
+static unsigned int __float_as_uint(float x) { return cast<unsigned int>(x); }
+%s
+extern "C" void run(long n, const int* pair, const int* cosine, const int* sine, const int* scale, int* out) {
+  for (long i = 0; i < n; ++i) out[i] = rotate_pair<int>(pair[i], cosine[i], sine[i], scale[i]);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensor]:
+    """The rotary kernel's own source, compiled for the CPU, element by element over tensors that broadcast."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    folder: Path = tmp_path_factory.mktemp("rotary")
+    (folder / "rotary.cpp").write_text(CPP % ROTATE_PAIR)
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", "rotary.so"]
+    subprocess.run([compiler, *flags, "rotary.cpp"], cwd=folder, check=True, timeout=60)
+    library = ctypes.CDLL(str(folder / "rotary.so"))
+
+    def run(*inputs: Tensor) -> Tensor:
+        assert {x.dtype for x in inputs} == {torch.int32}
+        spread = [x.contiguous() for x in torch.broadcast_tensors(*inputs)]
+        out = torch.empty_like(spread[0])
+        library.run(ctypes.c_long(out.numel()), *(ctypes.c_void_p(x.data_ptr()) for x in (*spread, out)))
+        return out
+
+    return run
+
+
+def rotations_of(rows: int, pairs: int) -> Tensor:
+    return torch.polar(torch.ones(rows, pairs), 20 * randn(rows, pairs, seed=4))
+
+
+def test_the_rotary_kernel_turns_pairs_like_stock_torch(
+    compiled: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_rotary_kernel", lambda: compiled)
+    qkv, rotation = randn(24, 3, 2, 72, dtype=torch.bfloat16), rotations_of(24, 36)
+    before = qkv.clone()
+    found = FusedRotaryKernels().rotate(qkv[:, :2], rotation, scale=72**-0.5)
+    assert torch.equal(qkv, before)
+    for mine, expected in zip(found, STOCK.rotate(qkv[:, :2], rotation, scale=72**-0.5), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=2**-7, atol=1e-6)  # an ulp, where a float32 differs in its last
+        assert (mine == expected).float().mean() > 0.99
+
+
+def test_the_rotary_kernel_rounds_like_torch(compiled: Callable[..., Tensor]) -> None:
+    """Every bfloat16 times numbers that make ties, overflow, subnormals and NaN."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    pairs = torch.stack([values, torch.zeros_like(values)], -1).view(torch.int32)  # [65536, 1]
+    one, none = (torch.tensor(value).view(torch.int32) for value in (1.0, 0.0))
+    for scale in (1.0, 1 + 2**-8, 1 - 2**-9, 3.0, 2.0**-130, -(2.0**100)):
+        scaled = compiled(pairs, one, none, torch.tensor(scale).view(torch.int32))
+        found = scaled.view(torch.bfloat16).view(-1, 2)[:, 0]
+        expected = (values.float() * scale).bfloat16()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found[~found.isnan()], expected[~found.isnan()])
+
+
+def test_torch_takes_the_rotary_kernel_for_the_function_that_it_is() -> None:
+    assert module._rotary_kernel().kernel_name == "rotate_pair"  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 12])
+def test_the_rotary_kernel_on_a_gpu_turns_pairs_like_stock_torch(heads: int) -> None:
+    qkv, rotation = randn(300, 3, heads, 128, dtype=torch.bfloat16).cuda(), rotations_of(300, 64).cuda()
+    found = FusedRotaryKernels().rotate(qkv[:, :2], rotation, scale=128**-0.5)
+    for mine, expected in zip(found, STOCK.rotate(qkv[:, :2], rotation, scale=128**-0.5), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=2**-7, atol=1e-6)
+
+
+def test_a_rotary_kernel_that_cannot_be_compiled_is_not_used() -> None:
+    assert module._trial(FusedRotaryKernels(), CPU, torch.bfloat16) is not None  # torch compiles it for GPUs alone
 
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
