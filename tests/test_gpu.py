@@ -1,11 +1,12 @@
 """The golden tokens from CUDA: one GPU, or two ranks on two GPUs over NCCL where there are two (`pytest -m gpu`)."""
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
 import torch
-from running import GOLDEN, REFERENCE_IMAGES, RunningService
+from running import COMMAND, GOLDEN, REFERENCE_IMAGES, ROOT, RunningService
 from safetensors.torch import load, load_file
 
 from tp.rank import pin
@@ -50,6 +51,21 @@ def test_graphed_tiers_give_the_eager_tokens(start_service: Any, world_size: int
         content = (GOLDEN / MANIFEST["images"][name]["file"]).read_bytes()
         expected, found = (load(service.encode(content).content)["embeddings"].float() for service in (eager, graphed))
         assert float((found - expected).norm() / expected.norm()) < 1e-2, name
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_a_gpu() -> None:
+    flags = ("--demo", "tiny", "--device", "cuda", "--dtype", "bfloat16", "--tp", "1", "--graphs", "--json")
+    batches = ("--patches", "1024", "--images", "4x1024+1x2304", "--rounds", "1", "--seconds", "0.1")
+    command = [*COMMAND, "bench", "tower", *flags, *batches]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(ended.stdout)["rows"]
+    assert [row["contender"] for row in rows] == ["stock torch", "1 rank", "1 rank, graphs"] * 2
+    assert {row["device"] for row in rows} == {torch.cuda.get_device_name()}
+    assert [row["batch"] for row in rows[::3]] == ["1,024", "4 x 1,024 + 1 x 2,304"]
+    assert all(0 < row["mfu"] < 1 and row["peak_growth_bytes"] is None for row in rows)
+    assert all(row["torch_peak_bytes"] > 0 for row in rows)
 
 
 def test_the_slab_is_pinned() -> None:

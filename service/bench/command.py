@@ -54,6 +54,7 @@ def run_tower(arguments: argparse.Namespace, on_step: OnStep) -> Report:
             arguments.tp,
             arguments.exchange,
             times_baseline=arguments.baseline,
+            has_graphs=arguments.graphs,
             ablates=arguments.ablate,
             rounds=arguments.rounds,
             run_s=arguments.seconds,
@@ -114,6 +115,7 @@ def _add_tower(parts: Any) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender on each batch (default 3)")
     parser.add_argument("--seconds", type=float, default=1, help="of a run, at least (default 1)")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="do not time stock torch")
+    parser.add_argument("--graphs", action="store_true", help="on a GPU: ranks with CUDA graphs too")
     parser.add_argument(
         "--ablate", action="store_true", help="on CPU: one rank with one improvement left out too, for each of them"
     )

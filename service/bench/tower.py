@@ -33,7 +33,7 @@ from tp.settings import Settings
 from tp.spec import EncoderSpec, check_world_size, read_spec
 
 Exchange = Literal["auto", "gloo", "shared_memory"]
-Kind = tuple[int, int, KernelSet, Exchange]  # what `Contender.kind` tells apart
+Kind = tuple[int, int, KernelSet, Exchange, str]  # what `Contender.kind` tells apart
 
 BASELINE = "stock torch"
 _ABLATIONS: dict[str, KernelSet] = {
@@ -42,6 +42,7 @@ _ABLATIONS: dict[str, KernelSet] = {
     "runs of 512": "long-runs",
     "unpacked keys": "unpacked-keys",
 }
+_IN_FLIGHT = 2  # batches, where one follows the other; makes a difference on a GPU only
 _PROBE_PATCHES = 256
 _LONG_S = 30.0  # a forward that will take longer is run once, without warm-up,
 _VERY_LONG_S = 300.0  # and beyond this it is not repeated where others disturb it, only marked
@@ -70,7 +71,8 @@ class Contender:
     @property
     def kind(self) -> Kind:
         """The same of both modes of one group."""
-        return self.world_size, self.copies, self.kernels, self.settings.parallel.exchange
+        parallel = self.settings.parallel
+        return self.world_size, self.copies, self.kernels, parallel.exchange, parallel.cuda_graphs
 
     @property
     def images_at_once(self) -> int:
@@ -91,6 +93,7 @@ class Row:
     contender: str
     world_size: int
     copies: int
+    device: str  # in words
     threads: int
     attention: str  # the kernel, in words
     collectives: str  # what carries sums between its ranks, in words
@@ -104,7 +107,7 @@ class Row:
     num_forwards: int  # in a run
     num_rounds: int
     flops: int
-    product_rate: float  # the best of a block's four matrix products, in the same rounds
+    product_rate: float  # the best of a block's four matrix products, in the same rounds, times GPUs
     product_rates: dict[str, float]
     baseline_s: float | None
     predicted_s: float  # the contender's first batch, scaled by the formula
@@ -147,6 +150,7 @@ COLUMNS = (
     Column("contender", "contender"),
     Column("world_size"),
     Column("copies"),
+    Column("device"),
     Column("threads"),
     Column("attention"),
     Column("collectives"),
@@ -179,7 +183,7 @@ COLUMNS = (
 )
 _NOTES = (
     "s: median time of one forward; formula: the contender's first batch scaled by FLOPs; GEMM: the best of a block's "
-    "four matrix products at that many patches, all threads, in the same rounds; MFU: GFLOP/s over GEMM.",
+    "four matrix products over as many rows, all threads or GPUs, in the same rounds; MFU: GFLOP/s over GEMM.",
     "chooser: what a service's mode chooser predicts, fitted before the first batch; chosen: the mode it would take.",
     "peak MB: growth of the largest rank's private and shared memory over what it held with its weights; tensors MB: "
     "the same as torch counts it; others: CPU that other processes used.",
@@ -193,12 +197,14 @@ def contenders(
     num_cores: int,
     *,
     has_many_images: bool,
+    has_graphs: bool = False,
     ablates: bool = False,
 ) -> list[Contender]:
     """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow.
 
     For batches of many images there is data parallelism too, and what it has to reach: as many processes as it has
-    ranks, each on its own. `ablates`: one rank with one improvement left out, for each of them.
+    ranks, each on its own. `has_graphs`: ranks with CUDA graphs too. `ablates`: one rank with one improvement left out,
+    for each of them.
     """
     spec = _spec_of(settings)
     found = [Contender(BASELINE, _with(settings, 1, num_cores), kernels="stock")]
@@ -207,16 +213,20 @@ def contenders(
         threads = num_cores // size
         if size == 1:
             found.append(Contender("1 rank", _with(settings, 1, threads)))
+            if has_graphs:
+                found.append(Contender("1 rank, graphs", _with(settings, 1, threads, cuda_graphs="on")))
             for what, kernels in _ABLATIONS.items() if ablates else ():
                 found.append(Contender(f"1 rank, {what}", _with(settings, 1, threads), kernels=kernels))
             continue
         for exchange in exchanges:
             suffix = "" if exchange == "auto" else f", {exchange}"
             found.append(Contender(f"{size} ranks{suffix}", _with(settings, size, threads, exchange=exchange)))
+        if has_graphs:
+            found.append(Contender(f"{size} ranks, graphs", _with(settings, size, threads, cuda_graphs="on")))
         if has_many_images:
             full = _with(settings, size, threads, resident="full", exchange=exchanges[0])
             found.append(Contender(f"{size} ranks, data-parallel", full, mode="dp"))
-            found.append(Contender(f"{size} processes", _with(settings, 1, threads), copies=size))
+            found.append(Contender(f"{size} processes", _with(settings, 1, threads, groups=size), copies=size))
     return found
 
 
@@ -229,6 +239,7 @@ def bench_tower(
     rounds: int,
     run_s: float,
     times_baseline: bool = True,
+    has_graphs: bool = False,
     ablates: bool = False,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Report:
@@ -244,7 +255,10 @@ def bench_tower(
         entrants = []
         num_cores, has_many_images = len(os.sched_getaffinity(0)), any(len(patches) > 1 for patches in batches)
         entries = contenders(
-            settings, world_sizes, exchanges, num_cores, has_many_images=has_many_images, ablates=ablates
+            *(settings, world_sizes, exchanges, num_cores),
+            has_many_images=has_many_images,
+            has_graphs=has_graphs,
+            ablates=ablates,
         )
         for contender in entries:
             on_step(f"starting {contender.name}")
@@ -310,7 +324,7 @@ class Race:
         laps: dict[str, list[Watched[Lap]]] = {entrant.contender.name: [] for entrant in entrants}
         for _ in range(1 if is_long else self._rounds):
             products.append(
-                undisturbed(partial(self._multiplier.multiply, max(patches), _PRODUCT_SHARE * self._run_s)).result
+                undisturbed(partial(self._multiplier.multiply, sum(patches), _PRODUCT_SHARE * self._run_s)).result
             )
             for entrant in entrants:
                 repeats = 0 if flops / entrant.rate > _VERY_LONG_S else MAX_REPEATS
@@ -383,6 +397,7 @@ class _Result:
             contender=contender.name,
             world_size=contender.world_size,
             copies=contender.copies,
+            device=hellos[0].device,
             threads=hellos[0].threads,
             attention=hellos[0].attention,
             collectives=hellos[0].collectives,
@@ -396,7 +411,7 @@ class _Result:
             num_forwards=self.laps[0].result.num_forwards,
             num_rounds=len(self.laps),
             flops=self.flops,
-            product_rate=median(rates.best for rates in self.products),
+            product_rate=median(rates.best for rates in self.products) * self.entrant.num_gpus,
             product_rates={
                 name: median(rates.flops_per_s[name] for rates in self.products)
                 for name in self.products[0].flops_per_s
@@ -422,14 +437,19 @@ class Entrant:
         self.rate = 0.0
         self._groups = groups
 
+    @property
+    def num_gpus(self) -> int:
+        """One a rank; on CPU all share the cores, which count once."""
+        return 1 if self.ranks[0].hello.device == "CPU" else len(self.ranks)
+
     def warm_up(self, patches: Sequence[int], flops: int) -> None:
         """Run the batch once, for its rate."""
         self.rate = flops / _span_s(self._forward(patches))
 
     def lap(self, patches: Sequence[int], flops: int, run_s: float) -> Lap:
-        """Run the batch as often as fills `run_s`."""
+        """Run the batch as often as fills `run_s`: a lone image for what it takes, several as under load."""
         times = math.ceil(run_s * self.rate / flops)
-        ran = self._forward(patches, times=times)
+        ran = self._forward(patches, times=times, in_flight=1 if len(patches) == 1 else _IN_FLIGHT)
         held = [rank.hello.resident_bytes for rank in self.ranks]
         growths = [
             None if one.peak_bytes is None else one.peak_bytes - before for one, before in zip(ran, held, strict=True)
@@ -456,13 +476,16 @@ class Entrant:
         chooser.learn(answers[0].timings)  # as the engine does
         return chooser
 
-    def _forward(self, patches: Sequence[int], *, times: int = 1, counts_memory: bool = False) -> list[Ran]:
+    def _forward(
+        self, patches: Sequence[int], *, times: int = 1, in_flight: int = 1, counts_memory: bool = False
+    ) -> list[Ran]:
         """Run the batch on all copies at once; what each rank says."""
         size, mode = len(patches) // len(self._groups), self.contender.mode
         for index, group in enumerate(self._groups):
             part = tuple(patches[index * size : (index + 1) * size])
+            command = Forward(patches=part, mode=mode, times=times, in_flight=in_flight, counts_memory=counts_memory)
             for rank in group:
-                rank.send(Forward(patches=part, mode=mode, times=times, counts_memory=counts_memory))
+                rank.send(command)
         return [Ran.model_validate_json(rank.receive()) for rank in self.ranks]
 
 
@@ -494,12 +517,12 @@ class _Rank:
 def _entered(contender: Contender) -> Iterator[Entrant]:
     """Start the contender's groups; end them afterwards. Raises BenchError when one does not start."""
     with contextlib.ExitStack() as stack:
-        groups = [stack.enter_context(_started(contender)) for _ in range(contender.copies)]
+        groups = [stack.enter_context(_started(contender, index)) for index in range(contender.copies)]
         yield Entrant(contender, groups)
 
 
 @contextlib.contextmanager
-def _started(contender: Contender) -> Iterator[list[_Rank]]:
+def _started(contender: Contender, group: int) -> Iterator[list[_Rank]]:
     """One torchrun group, with the ranks in their order."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpvision-bench-")))
@@ -508,7 +531,7 @@ def _started(contender: Contender) -> Iterator[list[_Rank]]:
         listener.listen()
         flags = ["--socket", str(folder / "socket"), "--kernels", contender.kernels]
         command = torchrun_command(contender.settings, folder, "tp.bench.rank", *flags)
-        environ = {**rank_environ(contender.settings, 0), **_QUIET_PROFILER}
+        environ = {**rank_environ(contender.settings, group), **_QUIET_PROFILER}
         process = stack.enter_context(_running(command, environ))
         ranks = []
         for _ in range(contender.world_size):
@@ -579,7 +602,7 @@ def _spec_of(settings: Settings) -> EncoderSpec:
     return read_spec(settings.model.path)
 
 
-def _with(settings: Settings, world_size: int, threads: int, **changes: str) -> Settings:
+def _with(settings: Settings, world_size: int, threads: int, **changes: str | int) -> Settings:
     """For one group of so many ranks, each with so many threads."""
     parallel = {
         "tensor": world_size,
@@ -588,6 +611,7 @@ def _with(settings: Settings, world_size: int, threads: int, **changes: str) -> 
         "socket": None,
         "threads": max(1, threads),
         "resident": "shard",
+        "cuda_graphs": "off",
         **changes,
     }
     return settings.model_copy(update={"parallel": settings.parallel.model_copy(update=parallel)})

@@ -1,10 +1,21 @@
 """The encoder's kernels with one improvement left out, to time what each of them gives. Called by tp/bench/rank.py."""
 
+import torch
 from torch import Tensor
 
-from tp.attention import Sequences, attend_in_runs
+from tp.attention import Sequences, attend_by_image, attend_in_runs, describe_by_image
 from tp.bench.messages import KernelSet
 from tp.kernels import STOCK, Gelu, Kernels, OneDNNKernels
+
+
+class _Stock(Kernels):
+    """Stock torch as it is called most often: attention takes one image at a time on a GPU too."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        return attend_by_image(q, k, v, sequences)
+
+    def describe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        return describe_by_image(device, dtype, head_dim)
 
 
 class _StockLinears(OneDNNKernels):
@@ -41,7 +52,7 @@ class _UnpackedKeys(OneDNNKernels):
 
 KERNELS: dict[KernelSet, Kernels | None] = {
     "fastest": None,  # whatever `choose_kernels` finds
-    "stock": STOCK,
+    "stock": _Stock(),
     "stock-linears": _StockLinears(),
     "stock-attention": _StockAttention(),
     "long-runs": _LongRuns(),

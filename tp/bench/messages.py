@@ -23,7 +23,7 @@ class Hello(_Message):
 
     rank: int
     pid: int
-    device: str
+    device: str  # in words
     threads: int
     weights_bytes: int
     resident_bytes: int  # interpreter, libraries and weights
@@ -32,12 +32,13 @@ class Hello(_Message):
 
 
 class Forward(_Message):
-    """Encode images of these patches, `times` times in a row; answered by `Ran`."""
+    """Encode images of these patches, `times` times in a row, up to `in_flight` at once; answered by `Ran`."""
 
     kind: Literal["forward"] = "forward"
     patches: tuple[int, ...]
     mode: Mode = "tp"
     times: int = Field(1, ge=1)
+    in_flight: int = Field(1, ge=1)  # a second one is started before the first is done, as a service under load does
     counts_memory: bool = False  # torch's own count too, which makes it slower
 
 
@@ -46,7 +47,7 @@ class Ran(_Message):
 
     started_s: float
     ended_s: float
-    peak_bytes: int | None  # RssAnon + RssShmem; None where the kernel does not say
+    peak_bytes: int | None  # RssAnon + RssShmem; None where the kernel does not say, and on a GPU
     torch_peak_bytes: int | None  # tensors beside the weights; None unless asked for
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from tp.modes import assign_images
 from tp.parallel import TPGroup
 from tp.process import PARENT_VARIABLE, die_with_parent, forget_peak, peak_resident_bytes, resident_bytes
 from tp.rank import choose_device
-from tp.runner import Bytes, EncodeReport, Runner
+from tp.runner import Bytes, Pending, Runner
 from tp.settings import load_settings
 from tp.spec import ITEMSIZE, Grid, read_spec
 from tp.weights import TORCH_DTYPES
@@ -77,13 +78,15 @@ class BenchRank:
             kernels=kernels,
             resident=settings.parallel.resident,
         )
+        if settings.parallel.cuda_graphs == "on":
+            self._runner.capture(settings.capacity.patch_capacities)
 
     def hello(self) -> Hello:
         """Who this is, and what it holds before its first forward."""
         return Hello(
             rank=self._group.rank,
             pid=os.getpid(),
-            device=str(self._group.device),
+            device=self._describe_device(),
             threads=torch.get_num_threads(),
             weights_bytes=self._runner.memory().weights_bytes,
             resident_bytes=resident_bytes(),
@@ -103,12 +106,19 @@ class BenchRank:
                 return self._multiply(command)
 
     def _forward(self, command: Forward) -> Ran:
-        encode = self._encoder_alone(command.patches) if command.mode == "dp" else self._encoder(command.patches)
-        torch_peak_bytes = peak_allocated_bytes(encode, self._group.device) if command.counts_memory else None
-        can_peak = _forget_peak()
+        start = self._starter_alone(command.patches) if command.mode == "dp" else self._starter(command.patches)
+        torch_peak_bytes = None
+        if command.counts_memory:
+            torch_peak_bytes = peak_allocated_bytes(lambda: start().finish(), self._group.device)
+        can_peak = self._group.device.type == "cpu" and _forget_peak()
         started_s = time.monotonic()
+        running: deque[Pending] = deque()
         for _ in range(command.times):
-            encode()
+            if len(running) == command.in_flight:
+                running.popleft().finish()
+            running.append(start())
+        for pending in running:
+            pending.finish()
         return Ran(
             started_s=started_s,
             ended_s=time.monotonic(),
@@ -116,15 +126,15 @@ class BenchRank:
             torch_peak_bytes=torch_peak_bytes,
         )
 
-    def _encoder(self, patches: Sequence[int]) -> Callable[[], EncodeReport]:
+    def _starter(self, patches: Sequence[int]) -> Callable[[], Pending]:
         """Of the batch, together with the other ranks."""
         grids, pixels, outputs = self._batch(patches)
-        return partial(self._runner.encode, grids, pixels, outputs if self._group.rank == 0 else None)
+        return partial(self._runner.start, grids, pixels, outputs if self._group.rank == 0 else None)
 
-    def _encoder_alone(self, patches: Sequence[int]) -> Callable[[], EncodeReport]:
+    def _starter_alone(self, patches: Sequence[int]) -> Callable[[], Pending]:
         """Of this rank's images of the batch, as a serving rank would have them."""
         mine = assign_images([self._spec.cost(count) for count in patches], self._group.world_size)[self._group.rank]
-        return partial(self._runner.encode_alone, *self._batch([patches[index] for index in mine]))
+        return partial(self._runner.start_alone, *self._batch([patches[index] for index in mine]))
 
     def _batch(self, patches: Sequence[int]) -> tuple[list[Grid], list[Bytes], list[Bytes]]:
         images = [self._image(count) for count in patches]
@@ -134,10 +144,19 @@ class BenchRank:
         """Grid, pixels and room for the tokens of a noisy image; a service has the last two in its slab."""
         if num_patches not in self._images:
             grid = Grid.squarest(num_patches)
-            shape = (grid.num_tokens, self._spec.text_hidden_size * ITEMSIZE[self._dtype])
-            pixels = np.random.default_rng(0).integers(0, 256, (num_patches, self._spec.patch_bytes), np.uint8)
-            self._images[num_patches] = grid, pixels, np.full(shape, 255, np.uint8)
+            pixels = self._room(num_patches, self._spec.patch_bytes)
+            pixels[:] = np.random.default_rng(0).integers(0, 256, pixels.shape, np.uint8)
+            output = self._room(grid.num_tokens, self._spec.text_hidden_size * ITEMSIZE[self._dtype])
+            self._images[num_patches] = grid, pixels, output
         return self._images[num_patches]
+
+    def _room(self, *shape: int) -> Bytes:
+        """Touched, and for a GPU pinned, like the slab."""
+        return torch.full(shape, 255, dtype=torch.uint8, pin_memory=self._group.device.type == "cuda").numpy()
+
+    def _describe_device(self) -> str:
+        device = self._group.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     def _time_modes(self, command: TimeModes) -> Timings:
         times = self._runner.time_modes(command.sizes)

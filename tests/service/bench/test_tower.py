@@ -30,6 +30,7 @@ ROW = Row(
     contender="2 ranks",
     world_size=2,
     copies=1,
+    device="CPU",
     threads=1,
     attention="flash",
     collectives="gloo",
@@ -124,6 +125,7 @@ def test_every_exchange_is_run() -> None:
 def test_many_images_are_run_data_parallel_and_by_processes_on_their_own() -> None:
     parallel, apart = entries([1, 2], 2, has_many_images=True)[-2:]
     assert (parallel.mode, parallel.settings.parallel.resident, parallel.world_size) == ("dp", "full", 2)
+    assert (apart.settings.parallel.tensor, apart.settings.parallel.groups) == (1, 2)  # a GPU each
     assert (apart.mode, apart.copies, apart.world_size, apart.settings.parallel.threads) == ("tp", 2, 1, 1)
     assert [parallel.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, True, True]
     assert [apart.takes([64] * count) for count in (1, 2, 3, 16)] == [False, True, False, True]
@@ -142,6 +144,18 @@ def test_each_improvement_is_left_out_once() -> None:
     assert {who.kernels for who in alone} | {"stock"} == set(get_args(KernelSet))
 
 
+def test_ranks_with_graphs_come_beside_those_without() -> None:
+    settings = load_settings(flags={"model.path": MODEL, "parallel.cuda_graphs": "on"}).settings
+    found = contenders(settings, [1, 2], ["auto"], 2, has_many_images=False, has_graphs=True)
+    assert [(who.name, who.settings.parallel.cuda_graphs) for who in found] == [
+        (BASELINE, "off"),
+        ("1 rank", "off"),
+        ("1 rank, graphs", "on"),
+        ("2 ranks", "off"),
+        ("2 ranks, graphs", "on"),
+    ]
+
+
 def test_a_world_size_that_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(SpecError, match="12 attention heads"):
         entries([5], 2)
@@ -150,19 +164,19 @@ def test_a_world_size_that_the_heads_do_not_allow_is_refused() -> None:
 class PacedEntrant(Entrant):
     """Ranks that take what a pace in FLOP/s says, and keep a list of what they were told."""
 
-    def __init__(self, contender: Contender, pace: float, told: list[str]) -> None:
+    def __init__(self, contender: Contender, pace: float, told: list[str], device: str) -> None:
         super().__init__(contender, [])
         hello = Hello(
             rank=0,
             pid=1,
-            device="cpu",
+            device=device,
             threads=1,
             weights_bytes=1,
             resident_bytes=1,
             attention="flash",
             collectives="none",
         )
-        self.ranks = [SimpleNamespace(hello=hello)]  # type: ignore[list-item]
+        self.ranks = [SimpleNamespace(hello=hello)] * contender.world_size  # type: ignore[list-item]
         self._pace, self._told = pace, told
 
     def warm_up(self, patches: Sequence[int], flops: int) -> None:
@@ -200,10 +214,15 @@ def chooser_of(dp_factor: float) -> ModeChooser:
 
 
 def race_of(
-    paces: dict[str, float], told: list[str], *, times_baseline: bool = True, dp_factor: float | None = None
+    paces: dict[str, float],
+    told: list[str],
+    *,
+    times_baseline: bool = True,
+    dp_factor: float | None = None,
+    device: str = "CPU",
 ) -> Race:
     found = {who.name: who for who in entries([1, 2], 2, has_many_images=True)}
-    entrants = [PacedEntrant(found[name], pace, told) for name, pace in paces.items()]
+    entrants = [PacedEntrant(found[name], pace, told, device) for name, pace in paces.items()]
     told.clear()
     choosers = {entrants[-1].contender.kind: chooser_of(dp_factor)} if dp_factor else {}
     race = Race(PUBLISHED_K3, entrants, choosers, rounds=2, run_s=1, times_baseline=times_baseline)
@@ -222,6 +241,17 @@ def test_contenders_take_turns_with_the_products_between() -> None:
     assert (baseline.speedup, ours.speedup) == (1, pytest.approx(2))
     assert (baseline.mfu, ours.mfu) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert (ours.num_rounds, ours.torch_peak_bytes, ours.is_disturbed) == (2, 5, False)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_of_a_packed_batch_the_products_have_all_rows_and_run_on_all_gpus() -> None:
+    told: list[str] = []
+    race = race_of({BASELINE: 1e12, "2 ranks": 4e12}, told, device="NVIDIA H200")
+    race.run([1024, 1024, 4096])
+    assert "multiply 6144" in told
+    baseline, ours = race.rows()
+    assert (baseline.product_rate, ours.product_rate) == (3e12, 6e12)
+    assert (baseline.mfu, ours.mfu) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
 
 
 @pytest.mark.usefixtures("quiet")
@@ -294,7 +324,7 @@ def test_rows_are_consistent(report: dict[str, Any]) -> None:
         assert row["num_rounds"] == 2 and row["num_forwards"] >= 1
         assert set(row["product_rates"]) == {"wqkv", "wo", "fc0", "fc1"}
         assert row["product_rate"] >= min(row["product_rates"].values())
-        assert row["dtype"] == "float32"
+        assert (row["dtype"], row["device"]) == ("float32", "CPU")
         assert (row["collectives"] == "none") == (row["world_size"] == 1)
         assert row["attention"].startswith("flash attention on CPU") == (row["contender"] == BASELINE)
         assert row["torch_peak_bytes"] > 4 * row["num_images"] * row["patches"] * spec.hidden_size

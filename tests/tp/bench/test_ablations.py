@@ -50,7 +50,8 @@ def test_just_what_is_named_is_left_out(
 ) -> None:
     called = []
     monkeypatch.setattr("tp.kernels.F.linear", lambda *_: called.append("linear") or randn(4, 4))
-    monkeypatch.setattr("tp.kernels.attend", lambda *_: called.append("attend"))
+    for attend in ("tp.kernels.attend", "tp.bench.ablations.attend_by_image"):
+        monkeypatch.setattr(attend, lambda *_: called.append("attend"))
     kernels = KERNELS[name]
     assert kernels is not None
     kernels.linear(randn(4, 4), randn(4, 4))
