@@ -139,6 +139,7 @@ MOVES: dict[str, list[Callable[[Scrape, Scrape, Scrape], bool]]] = {
     "batch_seconds_total": [rose("batch_seconds_total", mode="tp"), rose("batch_seconds_total", 0, mode="dp")],
     "batch_predicted_seconds_total": [rose("batch_predicted_seconds_total", 0)],
     "batches_total": [rose("batches_total", mode="tp"), rose("batches_total", 0, mode="dp")],
+    "graph_batches_total": [rose("graph_batches_total", 0)],
     "batch_patches": [rose("batch_patches_bucket", 1, le="32.0"), rose("batch_patches_sum")],
     "batch_images": [rose("batch_images_count"), rose("batch_images_sum")],
     "rank_forward_seconds": [rose("rank_forward_seconds_sum", group="0", rank=rank) for rank in ("0", "1")],

@@ -179,10 +179,11 @@ class Runner:
             encoded = self._streams.mark()
             tokens = model.gather(share, grids)
             gathered = self._streams.mark()
-        finite, written = None, gathered
+        finite: Tensor | None = None
+        done = gathered
         if outputs is not None:
-            finite, written = self._streams.copy_out(tokens, partial(_write, grids=grids, outputs=outputs))
-        return Pending(began, encoded, gathered, written, finite, is_graphed=graph is not None)
+            finite, done = self._streams.copy_out(tokens, partial(_write, grids=grids, outputs=outputs))
+        return Pending(began, encoded, gathered, done, finite, is_graphed=graph is not None)
 
     def warm_up(self, num_patches: int) -> EncodeReport:
         """Encode one black image of `num_patches` (a multiple of 4), as near to a square as they allow."""

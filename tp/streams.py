@@ -94,12 +94,12 @@ class CudaMoment:
     """An event in the stream that is current when it is made."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def is_past(self) -> bool:
         """Raises what went wrong on the device before."""
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Raises what went wrong on the device before."""

@@ -159,14 +159,18 @@ def test_the_largest_tier_is_never_over_the_one_that_was_asked_for(available_byt
         fit.check("box", "by it")
 
 
-def test_a_forward_on_a_gpu_holds_nothing_that_only_cpus_need() -> None:
+def test_a_forward_on_a_gpu_holds_what_the_batch_before_left_and_nothing_that_only_cpus_need() -> None:
     shape = {"num_patches": 16_384, "world_size": 2, "dtype": "bfloat16", "threads": 8}
     on_cpu, on_gpu = (
-        scratch_rows(PUBLISHED_K3, **shape, device=device)  # type: ignore[arg-type]
+        {row.name: row.num_bytes for row in scratch_rows(PUBLISHED_K3, **shape, device=device)}  # type: ignore[arg-type]
         for device in ("cpu", "cuda")
     )
-    assert total_bytes(on_gpu) < total_bytes(on_cpu)
-    assert not {"attention tiles", "keys and values packed for AMX"} & {row.name for row in on_gpu}
+    assert on_gpu.keys() - on_cpu.keys() == {"rotated q and k", *(f"{what} of the batch before" for what in BEFORE)}
+    assert on_cpu.keys() - on_gpu.keys() == {"attention tiles", "keys and values packed for AMX"}
+    assert [on_gpu[f"{what} of the batch before"] for what in BEFORE] == [9_633_792, 58_720_256]
+
+
+BEFORE = ("pixels", "tokens")
 
 
 def test_a_gpu_without_room_for_the_top_tier_is_refused_with_the_numbers() -> None:

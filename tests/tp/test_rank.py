@@ -238,6 +238,6 @@ def test_in_data_parallel_mode_a_rank_writes_its_own_images_and_names_them_by_th
         is_left = [np.array_equal(*pair) for pair in zip(each.tokens(batch), before, strict=True)]
         assert sorted(is_mine) == [False, False, True] or sorted(is_mine) == [False, True, True]
         assert is_left == [not mine for mine in is_mine]
-        each.runner._whole.projector.fc1.weight.fill_(float("nan"))  # type: ignore[union-attr, operator]
+        each.runner._whole.projector.fc1.weight.fill_(float("nan"))  # type: ignore[union-attr]
         each.send(batch)
         assert each.receive_done().non_finite == [index for index, mine in enumerate(is_mine) if mine]
