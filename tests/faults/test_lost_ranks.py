@@ -133,7 +133,8 @@ def test_a_rank_that_dies_costs_nobody_an_answer(victim: Faulty, what: str, wher
 def test_with_two_batches_in_flight_it_costs_nobody_an_answer_either(
     make_faulty: Callable[..., Faulty], where: str
 ) -> None:
-    victim = make_faulty(TP_IN_FLIGHT="2", TPVISION_CAPACITY__PATCH_CAPACITIES="32")  # one image a batch
+    room = {"TPVISION_CAPACITY__PATCH_CAPACITIES": "32", "TPVISION_CAPACITY__SLAB_PATCHES": "1024"}  # one image a batch
+    victim = make_faulty(TP_IN_FLIGHT="2", **room)
     victim.arm("kill", where=where)
     marked, neighbours = victim.send_with_neighbours()
     assert [answer.status_code for answer in [marked, *neighbours]] == [200] * 7
