@@ -28,10 +28,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import orjson
 from pydantic import Field, TypeAdapter
 
 from service.errors import InternalError, InvalidRequest, ServiceError, UndecodableImage
@@ -238,7 +239,7 @@ def answer(decoder: Decoder, message: bytes, fds: list[int]) -> bytes:
 
 
 def _done(result: Result | None) -> bytes:
-    reply = json.dumps({"done": None if result is None else asdict(result)}).encode()
+    reply = orjson.dumps({"done": result})
     if len(reply) > MAX_MESSAGE_BYTES:
         return _failed(InvalidRequest("more images than one JSON body may hold"))
     return reply
