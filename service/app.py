@@ -7,7 +7,6 @@ import logging
 import time
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -229,4 +228,4 @@ def _answer_error(record: RequestRecord, error: errors.ServiceError, headers: di
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(orjson.dumps({**error.as_dict(), **error.beside}), error.status, headers, "application/json")
+    return Response(error.as_json(), error.status, headers, "application/json")

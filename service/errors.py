@@ -16,6 +16,7 @@
 Messages name the value found and the limit, never the client's bytes. `numbers` are the same values as fields.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -56,9 +57,13 @@ class ServiceError(Exception):
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """The body of the answer: the OpenAI error object with the numbers beside its own fields."""
+        """The OpenAI error object with the numbers beside its own fields."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**self.numbers, **error}}
+
+    def as_json(self) -> bytes:
+        """The body of the answer. A header may claim numbers of over 64 bits, which orjson does not write."""
+        return json.dumps({**self.as_dict(), **self.beside}, separators=(",", ":")).encode()
 
 
 class InvalidRequest(ServiceError):

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import httptools
-import orjson
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -384,7 +383,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refusal_bytes(self, error: ServiceError, request_id: str) -> bytes:
-        body = orjson.dumps(error.as_dict())
+        body = error.as_json()
         headers = [
             *self.server_state.default_headers,
             (b"content-type", b"application/json"),

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,13 @@ from running import GOLDEN, RunningService
 
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
 GOOD_TEXT = base64.b64encode(GOOD).decode()
+
+
+def big_tiff(width: int, height: int) -> bytes:
+    """A header of 64-bit sizes, with no pixels behind it."""
+    tags = [(256, 16, width), (257, 16, height), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, 16, 16), (279, 16, 1)]
+    table = b"".join(struct.pack("<HHQQ", tag, kind, 1, value) for tag, kind, value in tags)
+    return b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, len(tags)) + table + bytes(8)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +47,7 @@ def refused(answer: httpx.Response, status: int, code: str, param: str | None = 
         (b"%PDF-1.7 secret", 415, "unsupported_image", "images[0]"),
         (GOOD[: len(GOOD) // 2], 422, "undecodable_image", "images[0]"),
         (GOOD[:20], 422, "undecodable_image", "images[0]"),
+        (big_tiff(2**40, 2**63), 422, "image_too_large", "images[0]"),
     ],
 )
 def test_bodies_that_are_no_image(tiny_k3: RunningService, content: bytes, status: int, code: str, param: str) -> None:
