@@ -1,7 +1,7 @@
 """`tpvision bench front-end`: what lies around the encoder, and what it costs.
 
     body -> rows          CPU of the decode processes and of their parent, against bare Pillow on the same JPEG
-    rows -> last byte     a large result over loopback, against a copy of it in memory
+    rows -> last byte     a large result over loopback, against a copy of it in memory, and a server that only sends
     HTTP in -> HTTP out   what is added to the stages, with a tiny encoder
     ceiling               requests and bytes a second of one front-end process
 
@@ -45,7 +45,7 @@ from tp.process import resident_bytes
 from tp.settings import Settings, load_settings
 from tp.slab import Run as Rows
 from tp.slab import Slab, SlabLayout
-from tp.spec import EncoderSpec, parse_spec
+from tp.spec import ITEMSIZE, EncoderSpec, parse_spec
 
 _STOP_TIMEOUT_S = 30.0
 _TOP_TIER, _ALL_TIER = 16_384, 65_536
@@ -75,6 +75,7 @@ def bench_front_end(*, seconds: float, on_step: Callable[[str], None] = lambda s
         on_step("rows to last byte")
         for form in ("safetensors", "octet-stream"):
             findings += _rows_to_last_byte(target, form, seconds)
+        findings.append(_sending_alone(seconds))
         on_step("the ceiling of one front-end process")
         findings += _ceiling(target, seconds)
     with _tiny_service() as target:
@@ -243,6 +244,19 @@ def _null_rank(settings: Settings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _bare_server(num_bytes: int) -> Iterator[Target]:
+    """A server that has so many bytes ready, and sends them to whoever posts."""
+    command = [sys.executable, "-m", "service.bench.bare_server"]
+    command += ["--parent", str(os.getpid()), "--bytes", str(num_bytes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield Target(f"http://127.0.0.1:{int(process.stdout.readline())}", process.pid)
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
 def _tiny_service() -> Iterator[Target]:
     """The tiny demo model on two ranks."""
     with tempfile.TemporaryDirectory(prefix="tpvision-bench-") as name:
@@ -286,6 +300,25 @@ def _rows_to_last_byte(target: Target, form: str, seconds: float) -> Iterator[Fi
             target=1.5,  # under 2: no second copy
             others_share=watched.others_share,
         )
+
+
+def _sending_alone(seconds: float) -> Finding:
+    """What the same client waits for so large an answer when nothing but sending it is left to do."""
+    spec = parse_spec(demo_config("full"), demo_preprocessor_config())
+    num_tokens = _plan(spec, (_LARGE.width, _LARGE.height), _TOP_TIER).grid.num_tokens
+    num_bytes = num_tokens * spec.text_hidden_size * ITEMSIZE["bfloat16"]
+    traffic = Traffic(sizes=[_SMALL], seconds=seconds, connections=1)
+    with _bare_server(num_bytes) as bare:
+        watched = undisturbed(partial(run_load, bare, traffic))
+    return Finding(
+        f"{num_bytes / 1e6:.1f} MB from a server that only sends",
+        1000 * median(one.latency_s for one in _answered(watched.result)),
+        "ms",
+        reference=1000 * _copy_s(num_bytes, seconds)[0],
+        reference_what="a copy of it to fresh memory",
+        others_share=watched.others_share,
+        is_disturbed=watched.is_disturbed,
+    )
 
 
 def _ceiling(target: Target, seconds: float) -> Iterator[Finding]:

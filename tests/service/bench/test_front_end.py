@@ -26,6 +26,7 @@ def test_every_figure_is_there() -> None:
     assert [row["details"]["patches"] for row in decoding] == [3300, 16_280, 61_776]
     large = rows["rows to last byte, 58.7 MB of octet-stream"]
     assert large["reference"] > 0 and large["details"]["copy_to_touched_memory_ms"] > 0
+    assert rows["58.7 MB from a server that only sends"]["reference"] > 0
     assert rows["front-end memory for it, safetensors"]["value"] > 50  # the one copy
     for row in rows.values():
         assert row["value"] > 0
