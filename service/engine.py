@@ -39,7 +39,7 @@ from service.tokens import Embeddings, TokenOptions, read_tokens
 from service.transport import GroupLost, WorkerGroup
 from service.unpack import Route
 from service.version import installed_version
-from service.waiting import first_of
+from service.waiting import first_of, off_loop
 from tp import wire
 from tp.settings import LimitSettings, Settings
 from tp.slab import Slab, SlabLayout
@@ -155,7 +155,10 @@ class Engine:
         capacity, limits = options.settings.capacity, options.settings.limits
         context = digest(self._fixed_digest, capacity.patch_capacities, options.policy, limits.max_image_pixels)
         with record.stage("receive"):
-            return await asyncio.to_thread(lambda: [content_key(item, context) for item in images])
+            return await off_loop(
+                lambda: [content_key(item, context) for item in images],
+                num_bytes=sum(file.length for item in images for _, file in _files(item, 0)),
+            )
 
     async def encode(
         self,
@@ -251,8 +254,9 @@ class Engine:
         """`is_shared`: the tokens are the cache's, and stay as they are for as long as somebody holds them."""
         views = [item.values for item in tokens]
         with record.stage("copy"):
-            embeddings = await asyncio.to_thread(
-                read_tokens, views, self.dtype, options.tokens, options.param, is_shared=is_shared
+            embeddings = await off_loop(
+                lambda: read_tokens(views, self.dtype, options.tokens, options.param, is_shared=is_shared),
+                num_bytes=sum(view.nbytes for view in views),
             )
         return Encoded(embeddings, [item.plan for item in tokens])
 

@@ -16,7 +16,7 @@ from service.admission import HeldBytes
 from service.body import Body, Item, receive_body, receive_multipart
 from service.content_keys import Key, entity_tag, is_known
 from service.decoders import UnpackedBody
-from service.engine import EncodeOptions, Engine
+from service.engine import Encoded, EncodeOptions, Engine
 from service.errors import InvalidRequest, ModelNotFound, Unauthorized
 from service.fetch import Fetcher
 from service.geometry import ImagePlan, effective_policy
@@ -25,10 +25,13 @@ from service.openapi import BEFORE_ROUTES, EMBEDDINGS_OPENAPI, ENCODE_OPENAPI, M
 from service.record import RequestRecord
 from service.tokens import TokenOptions
 from service.unpack import LIST_NAMES, EmbeddingsOptions, Route
+from service.waiting import off_loop
 from tp.settings import Settings
 from tp.spec import ITEMSIZE, Dtype
 
 Result = TypeVar("Result")
+
+_JOINED_BYTES = 2**16  # a smaller answer is sent in one piece: each one more wakes the client up once more
 
 
 class PolicyQuery(BaseModel):
@@ -57,21 +60,20 @@ class GoneError(Exception):
 
 
 class PartsResponse(Response):
-    """A body sent piece by piece, without joining the pieces; `on_end` is called when it is sent or given up."""
+    """A body sent piece by piece, where it is large; `on_end` is called when it is sent or given up."""
 
     def __init__(self, answer: schemas.Answer, headers: Mapping[str, str], on_end: Callable[[], None]) -> None:
         super().__init__(media_type=answer.media_type, headers={**answer.headers, **headers})
         self.headers["content-length"] = str(answer.num_bytes)
-        self._parts = answer.parts
+        self._parts = answer.parts if answer.num_bytes > _JOINED_BYTES else [b"".join(answer.parts)]
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: the start message, then one body message a piece."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for part in self._parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            for index, part in enumerate(self._parts, 1):
+                await send({"type": "http.response.body", "body": part, "more_body": index < len(self._parts)})
         finally:
             self._on_end()
 
@@ -94,7 +96,7 @@ def record_of(request: Request) -> RequestRecord:
     return request.state.record  # type: ignore[no-any-return]
 
 
-def check_key(request: Request) -> None:
+async def check_key(request: Request) -> None:
     """Raise Unauthorized unless no keys are configured or the Bearer token is one of them."""
     keys: KeyRing | None = request.app.state.keys
     if keys is None:
@@ -160,6 +162,7 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
     context = answer_context(request, engine)
     return await _respond(
         request,
+        encoded,
         lambda: schemas.encode_embeddings(form, encoded.embeddings, encoded.plans, context, query.encoding_format),
         {"etag": tag},
     )
@@ -194,6 +197,7 @@ async def embeddings(request: Request, query: Annotated[PolicyQuery, Query()]) -
     context = answer_context(request, engine)
     return await _respond(
         request,
+        encoded,
         lambda: schemas.openai_embeddings(encoded.embeddings, encoded.plans, context, asked.encoding_format),
     )
 
@@ -282,11 +286,14 @@ async def _fetch(
 
 
 async def _respond(
-    request: Request, make: Callable[[], schemas.Answer], headers: Mapping[str, str] | None = None
+    request: Request,
+    encoded: Encoded,
+    make: Callable[[], schemas.Answer],
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     record = record_of(request)
     with record.stage("encode_response"):
-        answer = await asyncio.to_thread(make)
+        answer = await off_loop(make, num_bytes=encoded.embeddings.values.nbytes)
     return as_response(request, answer, headers)
 
 

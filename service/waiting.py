@@ -1,4 +1,4 @@
-"""Waiting for the first of several things, and for what may never end."""
+"""Waiting for the first of several things, for what would hold up the event loop, and for what may never end."""
 
 import asyncio
 import threading
@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+_SHORT_BYTES = 2**16  # to hash, copy or write out so many takes less time than to hand it to a thread
 
 
 async def first_of(*work: Awaitable[object]) -> None:
@@ -32,6 +34,11 @@ def within(timeout_s: float, work: Callable[[], Result]) -> Result:
         if outcome.done():
             raise  # its own
         raise TimeoutError(_no_answer(timeout_s)) from None
+
+
+async def off_loop(work: Callable[[], Result], *, num_bytes: int) -> Result:
+    """What `work` on so many bytes gives or raises: made in a thread, unless it is done sooner here and now."""
+    return work() if num_bytes <= _SHORT_BYTES else await asyncio.to_thread(work)
 
 
 class DaemonThread:

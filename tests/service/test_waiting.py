@@ -1,4 +1,4 @@
-"""What may never end: nobody waits for it beyond a deadline, and the end of the process not at all."""
+"""What is long does not hold up the event loop; nobody waits for what may never end, nor does the process's end."""
 
 import asyncio
 import subprocess
@@ -9,7 +9,19 @@ import time
 import pytest
 from running import ROOT
 
-from service.waiting import DaemonThread, within
+from service.waiting import DaemonThread, off_loop, within
+
+
+@pytest.mark.parametrize(("num_bytes", "is_here"), [(0, True), (2**16, True), (2**16 + 1, False)])
+def test_only_what_is_long_goes_to_a_thread(num_bytes: int, is_here: bool) -> None:
+    thread = asyncio.run(off_loop(threading.current_thread, num_bytes=num_bytes))
+    assert (thread is threading.current_thread()) == is_here
+
+
+def test_it_raises_what_the_work_does() -> None:
+    for num_bytes in (0, 2**20):
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(off_loop(lambda: 1 // 0, num_bytes=num_bytes))
 
 
 def test_it_gives_and_raises_what_the_work_does() -> None:
