@@ -8,7 +8,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-_SHORT_BYTES = 2**16  # to hash, copy or write out so many takes less time than to hand it to a thread
+SHORT_BYTES = 2**16  # to hash, copy or write out so many takes less time than to hand it to a thread
 
 
 async def first_of(*work: Awaitable[object]) -> None:
@@ -38,7 +38,7 @@ def within(timeout_s: float, work: Callable[[], Result]) -> Result:
 
 async def off_loop(work: Callable[[], Result], *, num_bytes: int) -> Result:
     """What `work` on so many bytes gives or raises: made in a thread, unless it is done sooner here and now."""
-    return work() if num_bytes <= _SHORT_BYTES else await asyncio.to_thread(work)
+    return work() if num_bytes <= SHORT_BYTES else await asyncio.to_thread(work)
 
 
 class DaemonThread:

@@ -12,6 +12,7 @@ from playing import MODEL, join, played_settings
 from running import GOLDEN, until, wait_until
 
 from service import engine as module
+from service import waiting
 from service.body import Body
 from service.engine import Encoded, EncodeOptions, Engine
 from service.errors import WorkersLost
@@ -193,6 +194,7 @@ def test_answers_from_the_cache_are_bounded_by_the_bytes_in_flight(
         num_bytes = (await encode(engine)).embeddings.values.nbytes
         assert settings.limits.max_inflight_bytes == 2 * num_bytes - 1
         monkeypatch.setattr(module, "read_tokens", read_later)
+        monkeypatch.setattr(waiting, "SHORT_BYTES", 0)  # else so short an answer would hold up the loop
         answers = [asyncio.create_task(encode(engine)) for _ in range(5)]
         await until(lambda: sum(answer.done() for answer in answers) == 3)
         assert engine.admission.bytes_in_flight == 2 * num_bytes
