@@ -53,7 +53,7 @@ _PICTURES = ((900, 700, _TOP_TIER), (4000, 3000, _TOP_TIER), (4000, 3000, _ALL_T
 _ROUNDS = 3
 _AT_ONCE = 2
 _SMALL, _MEDIUM, _LARGE = Size(56, 56, 1), Size(224, 224, 1), Size(1792, 1792, 1)  # 16, 256 and 16,384 patches
-_BEFORE_ROWS = ("receive", "header", "decode", "queue", "forward", "all_gather")  # stages until tokens are in the slab
+_AFTER_ROWS = ("copy", "encode_response")  # the stages that begin when tokens are in the slab
 _ASKED_RATE = 500.0  # small requests a second
 _SMALL_CONNECTIONS = 32
 _LARGE_CONNECTIONS = 4
@@ -275,10 +275,9 @@ def _rows_to_last_byte(target: Target, form: str, seconds: float) -> Iterator[Fi
     answered = _answered(watched.result)
     num_bytes = answered[0].bytes_in
     fresh_s, warm_s = _copy_s(num_bytes, seconds)
-    after_s = [one.latency_s - sum(one.stages_s[stage] for stage in _BEFORE_ROWS) for one in answered]
     yield Finding(
         f"rows to last byte, {num_bytes / 1e6:.1f} MB of {form}",
-        1000 * median(after_s),
+        1000 * median(map(after_rows_s, answered)),
         "ms",
         reference=1000 * fresh_s,
         reference_what="a copy of it to fresh memory",
@@ -300,6 +299,11 @@ def _rows_to_last_byte(target: Target, form: str, seconds: float) -> Iterator[Fi
             target=1.5,  # under 2: no second copy
             others_share=watched.others_share,
         )
+
+
+def after_rows_s(outcome: Outcome) -> float:
+    """What was left of a request's time when its tokens were in the slab."""
+    return outcome.latency_s - sum(seconds for stage, seconds in outcome.stages_s.items() if stage not in _AFTER_ROWS)
 
 
 def _sending_alone(seconds: float) -> Finding:

@@ -6,9 +6,20 @@ import subprocess
 import pytest
 from running import COMMAND, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+from service.bench.front_end import after_rows_s
+from service.bench.load import Outcome
+from service.record import STAGES
 
 
+def test_what_follows_the_rows_is_all_but_the_stages_before_them() -> None:
+    stages_s = {stage: float(2**index) for index, stage in enumerate(STAGES)}
+    outcome = Outcome(due_s=0, sent_s=0, latency_s=5000, status=200, picture=0, bytes_in=1, stages_s=stages_s)
+    before = ("receive", "header", "decode", "preprocess", "queue", "forward", "all_gather", "coalesce")
+    assert after_rows_s(outcome) == 5000 - sum(stages_s[stage] for stage in before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_figure_is_there() -> None:
     command = [*COMMAND, "bench", "front-end", "--seconds", "0.3", "--json"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
