@@ -5,6 +5,7 @@ import base64
 import gc
 import io
 import os
+import re
 import select
 import signal
 import subprocess
@@ -162,6 +163,19 @@ async def begin(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     task = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     return task
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.tcache_count=3"])
+def test_glibc_is_told_how_to_get_memory_unless_an_operator_tells_it(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", own) if own else monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        (told,) = re.findall(r"GLIBC_TUNABLES=([^\0]*)", read_proc(pool.pids[0], "environ"))
+        assert told == own if own else "hugetlb=1" in told
+
+    run_pool(use)
 
 
 @both_loops
