@@ -84,6 +84,26 @@ def test_a_taken_port_is_named() -> None:
     assert f"port {port}" in ended.stderr
 
 
+def test_the_first_green_readiness_is_followed_by_a_working_embed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    service = RunningService(["--model", str(MODEL), "--tp", "2", "--port", str(port)])
+    seen: list[tuple[int, int, int]] = []  # of /livez, /readyz and an image, one after the other
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+
+        def ask() -> bool:
+            with contextlib.suppress(httpx.ConnectError):
+                answers = client.get("/livez"), client.get("/readyz"), client.post("/v1/encode", content=GOOD)
+                seen.append(tuple(answer.status_code for answer in answers))  # type: ignore[arg-type]
+            return bool(seen) and seen[-1][1] == 200
+
+        wait_until(ask, timeout_s=60)
+    assert service.stop() == 0
+    assert seen[0] == (200, 503, 503)  # it listens before the weights are there
+    assert {live for live, _, _ in seen} == {200}
+    assert seen[-1] == (200, 200, 200)
+
+
 def test_a_checkpoint_without_a_tensor_stops_the_service_with_its_name(tmp_path: Path) -> None:
     for path in MODEL.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
