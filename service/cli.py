@@ -329,7 +329,9 @@ def _read_model(settings: Settings, *, with_weights: bool) -> EncoderSpec:
 
 def _need_torch() -> None:
     if importlib.util.find_spec("torch") is None:
-        raise SettingsError("the workers need torch, which is not installed here: pip install 'tpvision[worker]'")
+        raise SettingsError(
+            "the workers need torch, which is not installed here: in a checkout, pip install '.[worker]'"
+        )
 
 
 def _need_temporary_folder() -> None:
@@ -356,8 +358,12 @@ def _told_to_stop() -> Iterator[None]:
 
 
 def _print_json(values: Any) -> None:
-    """For a program: no colours, whatever the terminal or FORCE_COLOR says."""
-    print(json.dumps(values, indent=2, allow_nan=False))  # noqa: T201
+    """For a program: no colours, whatever the terminal or FORCE_COLOR says. Ends quietly where nobody reads on."""
+    try:
+        print(json.dumps(values, indent=2, allow_nan=False), flush=True)  # noqa: T201
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        sys.exit(EXIT_FAILED)
 
 
 def _own_settings(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Settings:

@@ -335,6 +335,15 @@ def test_an_error_that_no_request_forces_has_the_codes_words(code: str) -> None:
     assert any(re.fullmatch(pattern, error["message"]) for pattern in words), words
 
 
+def test_the_command_ends_quietly_where_nobody_reads_on() -> None:
+    command = [sys.executable, "-m", "service", "openapi"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(30)) == ("", 1)
+
+
 def test_the_command_prints_the_services_document(here: Any, tiny_k3: RunningService, tmp_path: Path) -> None:
     assert json.loads(here("openapi").stdout) == tiny_k3.client.get("/openapi.json").json()
 

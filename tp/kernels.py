@@ -52,8 +52,8 @@ class Kernels:
 class OneDNNKernels(Kernels):
     """CPU: oneDNN's product with GELU fused into it, and attention out of such products.
 
-    In float32, `F.linear` goes to MKL instead, at half oneDNN's rate or less on AMD; torch's fused attention runs far
-    below the rate of a product in every dtype. The operator is private to torch (its compiler emits it).
+    In float32, `F.linear` goes to MKL instead, on some CPUs at half oneDNN's rate; torch's fused attention runs far
+    below the rate of a product. The operator is private to torch (its compiler emits it).
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: Gelu | None = None) -> Tensor:

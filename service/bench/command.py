@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from service.demo_model import write_demo_model
 from tp.settings import Settings, SettingsError, load_settings
 from tp.spec import ITEMSIZE
 
-_COLUMNS = 132
+_COLUMNS = 200  # of a table that goes to no terminal
 _EXIT_FAILED = 1
 _SIZE = re.compile(r"(\d+)x(\d+)(?::([\d.]+))?")
 _IMAGES = re.compile(r"(\d+)x(\d+)")
@@ -63,7 +64,7 @@ def run_tower(arguments: argparse.Namespace, on_step: OnStep) -> Report:
 
 
 def run_http(arguments: argparse.Namespace, on_step: OnStep) -> Report:
-    """`tpvision bench http`: a load over HTTP, open loop, and what became of it."""
+    """`tpvision bench http`: a load over HTTP, open or closed loop, and what became of it."""
     one = Traffic(
         sizes=arguments.sizes,
         seconds=arguments.seconds,
@@ -100,10 +101,18 @@ def _add_tower(parts: Any) -> None:
     _add_model(parser)
     parser.add_argument("--tp", type=_integers, default=[1, 2], metavar="N,N,…", help="world sizes (default 1,2)")
     parser.add_argument(
-        "--patches", type=_integers, default=[], metavar="N,N,…", help="lone images of so many patches, multiples of 4"
+        "--patches",
+        type=_sizes_in_patches,
+        default=[],
+        metavar="N,N,…",
+        help="lone images of so many patches, multiples of 4 (without --images too: 1024,4096)",
     )
     parser.add_argument(
-        "--images", type=_batches, default=[], metavar="CxN[+CxN…],…", help="batches of C images of N patches each"
+        "--images",
+        type=_batches,
+        default=[],
+        metavar="CxN[+CxN…],…",
+        help="batches of C images of N patches each, multiples of 4",
     )
     parser.add_argument(
         "--exchange",
@@ -112,8 +121,8 @@ def _add_tower(parts: Any) -> None:
         metavar="E,E,…",
         help="what carries sums between ranks on CPU: auto, gloo or shared_memory (default auto,gloo)",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender on each batch (default 3)")
-    parser.add_argument("--seconds", type=float, default=1, help="of a run, at least (default 1)")
+    parser.add_argument("--rounds", type=_at_least_one, default=3, help="runs of a contender on a batch (default 3)")
+    parser.add_argument("--seconds", type=_over_zero, default=1, help="of a run, at least (default 1)")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="do not time stock torch")
     parser.add_argument("--graphs", action="store_true", help="on a GPU: ranks with CUDA graphs too")
     parser.add_argument(
@@ -131,7 +140,7 @@ def _add_http(parts: Any) -> None:
     parser.add_argument(
         "--connections", type=_integers, default=[], metavar="N,N,…", help="closed loop over so many connections"
     )
-    parser.add_argument("--seconds", type=float, default=10, help="of each load (default 10)")
+    parser.add_argument("--seconds", type=_over_zero, default=10, help="of each load (default 10)")
     parser.add_argument(
         "--sizes",
         type=_sizes,
@@ -146,14 +155,14 @@ def _add_http(parts: Any) -> None:
 
 def _add_front_end(parts: Any) -> None:
     parser = _add(parts, "front-end", run_front_end)
-    parser.add_argument("--seconds", type=float, default=6, help="of work for each figure (default 6)")
+    parser.add_argument("--seconds", type=_over_zero, default=6, help="of work for each figure (default 6)")
 
 
 def _add_start(parts: Any) -> None:
     parser = _add(parts, "start", run_start)
     _add_model(parser)
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="starts, and losses (default 3)")
+    parser.add_argument("--rounds", type=_at_least_one, default=3, help="starts, and losses (default 3)")
 
 
 def _add(parts: Any, name: str, part: Part) -> argparse.ArgumentParser:
@@ -209,18 +218,40 @@ def _model(arguments: argparse.Namespace, on_step: OnStep) -> Iterator[Settings]
         yield load_settings(arguments.config, environ=os.environ, flags=given).settings
 
 
+def _patches(text: str) -> int:
+    if int(text) < 4 or int(text) % 4:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4 patches, which make a token")
+    return int(text)
+
+
+def _sizes_in_patches(text: str) -> list[int]:
+    return [_patches(part) for part in text.split(",")]
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def _over_zero(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not over 0")
+    return float(text)
+
+
 def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_at_least_one(part) for part in text.split(",")]
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [_over_zero(part) for part in text.split(",")]
 
 
 def _batches(text: str) -> list[tuple[int, ...]]:
     """Patches of each image of each batch."""
     batches = [[_matched(_IMAGES, part) for part in batch.split("+")] for batch in text.split(",")]
-    return [tuple(int(patches) for count, patches in batch for _ in range(int(count))) for batch in batches]
+    return [tuple(_patches(size) for count, size in batch for _ in range(_at_least_one(count))) for batch in batches]
 
 
 def _sizes(text: str) -> list[Size]:

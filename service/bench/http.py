@@ -100,6 +100,7 @@ class Row:
     """One rate. Latencies are of answers with embeddings, from when a request was due to the last byte."""
 
     rate: float | None  # requests a second asked for; None: closed loop
+    connections: int | None  # that each wait for their answer; None: open loop
     form: str
     dtype: str | None  # None: the form's default
     num_requests: int
@@ -135,6 +136,7 @@ def _milliseconds(stages_s: dict[str, float]) -> str:
 _MS, _MEGABYTES = 1e-3, 1e6
 COLUMNS = (
     Column("rate", "requests/s asked", number("{:g}")),
+    Column("connections", "connections, closed loop"),
     Column("form", "form"),
     Column("dtype"),
     Column("num_requests", "requests sent"),
@@ -204,6 +206,7 @@ def row_of(traffic: Traffic, watched: Watched[Run], *, knows_others: bool) -> Ro
     counts = Counter(outcome.status for outcome in load.outcomes)
     return Row(
         rate=traffic.rate,
+        connections=traffic.connections if traffic.rate is None else None,
         form=traffic.form,
         dtype=traffic.dtype,
         num_requests=len(load.outcomes),

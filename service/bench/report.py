@@ -18,6 +18,7 @@ from rich.table import Table
 from service.version import installed_version
 
 _ROOT = Path(__file__).parents[2]
+_NO_VALUE = "–"
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 _ARM_INSTRUCTION_SETS = ("asimd", "bf16", "sve", "sve2")
 
@@ -74,7 +75,7 @@ class Column:
     def cell(self, row: Any) -> str:
         """The value as shown; a dash where there is none."""
         value = getattr(row, self.name)
-        return "–" if value is None else self.show(value)
+        return _NO_VALUE if value is None else self.show(value)
 
 
 def number(form: str, unit: float = 1) -> Callable[[float], str]:
@@ -100,8 +101,12 @@ class Report:
         return {"title": self.title, "header": asdict(self.header), "rows": rows, "notes": list(self.notes)}
 
     def render(self) -> RenderableType:
-        """The table, between the header and the notes."""
-        shown = [column for column in self.columns if column.heading is not None]
+        """The table, between the header and the notes, without columns in which no row has a value."""
+        shown = [
+            column
+            for column in self.columns
+            if column.heading is not None and any(column.cell(row) not in ("", _NO_VALUE) for row in self.rows)
+        ]
         cells = [
             [str(column.heading) for column in shown],
             *([column.cell(row) for column in shown] for row in self.rows),

@@ -2,7 +2,7 @@
 
 import io
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
@@ -54,6 +54,12 @@ def test_table_and_json_agree() -> None:
     assert report.as_dict()["rows"][0] == {"name": "[bold]one", "seconds": 0.25, "rate": 4.0, "peak_bytes": 3_000_000}
     shown = cells(text_of(report))
     assert shown == [["who", "per s", "MB"], ["[bold]one", "4.0", "3"], ["two", "2.0", "–"]]
+
+
+def test_a_column_without_a_value_is_in_the_json_alone() -> None:
+    report = replace(report_of(), rows=ROWS[1:])
+    assert cells(text_of(report)) == [["who", "per s"], ["two", "2.0"]]
+    assert report.as_dict()["rows"][0]["peak_bytes"] is None
 
 
 def test_a_table_on_its_side_has_the_same_cells() -> None:

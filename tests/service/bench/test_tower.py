@@ -94,6 +94,26 @@ def test_batches_have_names() -> None:
     assert label([1024, 1024, 64]) == "2 x 1,024 + 1 x 64"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--images", "2x63"), "63 is not a multiple of 4"),
+        (("--patches", "64,0"), "0 is not a multiple of 4"),
+        (("--images", "0x64"), "0 is not at least 1"),
+        (("--rounds", "0"), "0 is not at least 1"),
+        (("--tp", "1,0"), "0 is not at least 1"),
+        (("--seconds", "nan"), "nan is not over 0"),
+        (("--patches", "many"), "invalid _sizes_in_patches value"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_started(
+    arguments: tuple[str, str], message: str
+) -> None:
+    ended = bench(*arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert message in ended.stderr and "Traceback" not in ended.stderr
+
+
 def test_batches_are_named_by_count_and_size() -> None:
     assert _batches("16x1024,2x64+1x256") == [(1024,) * 16, (64, 64, 256)]
     with pytest.raises(argparse.ArgumentTypeError, match="'x64' is not of the form"):
