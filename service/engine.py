@@ -52,7 +52,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 _Place = tuple[int, str]  # an item of a request, by its index, and what names a part of it: "" or ".frames[1]"
 
 _BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # where the device computes on its own, ranks start the second one meanwhile
-_ABANDON_TIMEOUT_S = 2.0  # a decode that goes on for longer is ended with its process
+_ABANDON_TIMEOUT_S = 2.0  # for requests that are cancelled to end
 _GONE_TIMEOUT_S = 2.0  # ranks that are killed are gone in milliseconds
 _HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
 _HANG_FLOOR_S = 30.0  # but none is called hung before
@@ -262,7 +262,11 @@ class Engine:
 
     async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:
         """The images of a JSON body, read in a decode process; the caller closes the result."""
-        return await self._decoders.unpack(body, route, limits, max_frames=self.spec.pos_emb_time)
+        try:
+            async with asyncio.timeout(limits.request_timeout_s):
+                return await self._decoders.unpack(body, route, limits, max_frames=self.spec.pos_emb_time)
+        except TimeoutError:
+            raise _late(limits.request_timeout_s) from None
 
     def describe_capacity(self) -> dict[str, Any]:
         """The plan in force, what tiers really take and ranks really hold, and what is in flight."""
@@ -378,6 +382,9 @@ class Engine:
     async def abandon(self) -> None:
         """Answer what is still in flight with 503: the drain is over. Returns when that is done, or soon."""
         self.requests.abandon()
+        await (
+            self._decoders.stop()
+        )  # a decode keeps its request's cancellation back until its process is done, or ended
         await self.requests.drained(_ABANDON_TIMEOUT_S)
 
     async def stop(self, now: asyncio.Event | None = None) -> None:
@@ -464,7 +471,7 @@ class Engine:
         """Of a request that waited for others' entries, it is only known whether there is a group now."""
         if any(entry.num_losses for entry in entries) or self.state == "loading":
             return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s")
-        return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
+        return _late(limit_s)
 
     async def _leave_rows(self, batch: PackedBatch, group: WorkerGroup) -> None:
         """Move a lost batch to other rows. Its ranks are not ours to end, and may still write to these some day."""
@@ -547,6 +554,10 @@ async def _release_when(event: asyncio.Event, held: Sequence[Rows]) -> None:
     await event.wait()
     for rows in held:
         rows.release()
+
+
+def _late(limit_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"no answer within {limit_s:g} s", numbers={"limit_s": limit_s})
 
 
 def _files(item: Item, index: int) -> list[tuple[_Place, ImageBytes]]:

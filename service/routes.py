@@ -65,7 +65,8 @@ class PartsResponse(Response):
     def __init__(self, answer: schemas.Answer, headers: Mapping[str, str], on_end: Callable[[], None]) -> None:
         super().__init__(media_type=answer.media_type, headers={**answer.headers, **headers})
         self.headers["content-length"] = str(answer.num_bytes)
-        self._parts = answer.parts if answer.num_bytes > _JOINED_BYTES else [b"".join(answer.parts)]
+        # Sending waits for what was sent before: the empty last piece for all of a large answer, which counts till then.
+        self._parts = [*answer.parts, b""] if answer.num_bytes > _JOINED_BYTES else [b"".join(answer.parts)]
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -255,7 +256,7 @@ async def _take_in(request: Request, route: Route, stack: contextlib.ExitStack) 
     if body.num_bytes == 0:
         raise InvalidRequest("the body is empty")
     if content_type == "application/json" or route != "encode":
-        unpacked = await engine.unpack(body, route, limits)
+        unpacked = await unless_gone(request, engine.unpack(body, route, limits))
         stack.enter_context(unpacked)
         held.add_unchecked(sum(image.length for image in unpacked.images))
         return Intake(await _fetch(request, unpacked, held, stack, route), unpacked)

@@ -267,7 +267,7 @@ def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event, hang_up: asynci
         (stop_now if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     if hang_up is not None:
         loop.add_signal_handler(signal.SIGHUP, hang_up.set)
