@@ -161,15 +161,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; whether it may still wait for an answer, and the connection stays open for it.
 
-        HTTP/1.0 has no interim answers to find that out by, so there who sends no more has left.
+        What is not whole after the requests that are is dropped. HTTP/1.0 has no interim answers to find out by whether
+        the client waits, so there who sends no more has left.
         """
-        if self._is_deaf or not self._is_answering or self._in_message or self._unparsed_bytes:
+        if self.transport.is_closing() or self._active is None or not self._is_answering:
             return False
-        assert self._active is not None
-        if self._active.scope["http_version"] == "1.0":
+        if self._active.more_body or self._active.scope["http_version"] == "1.0":
             return False
         if self._left_timer is None:  # told again whenever reading goes on
-            self.cycle.keep_alive = False
+            if self.pipeline and self.pipeline[0][0].more_body:
+                self.pipeline.popleft()
+            last = self.pipeline[0][0] if self.pipeline else self._active
+            last.keep_alive = False
             if not self._active.response_started:
                 self.transport.write(_INTERIM)
             self._look_whether_left(_FIRST_LOOK_S)

@@ -426,6 +426,34 @@ def test_who_sends_several_and_no_more_gets_all_answers() -> None:
     assert [record.client_gone for record in run(use).records] == [False] * 3
 
 
+@pytest.mark.parametrize(
+    ("rest", "num_more"),
+    [
+        (b"GET /a HT", 0),
+        (request("/body", "Content-Length: 9", method="POST", body=b"1234"), 0),
+        (request("/a") + request("/body", "Content-Length: 9", method="POST", body=b"1234"), 1),
+        (b"\x00\x01garbage\r\n\r\n", 0),
+        (request("host:1", method="CONNECT"), 0),
+        (b" ", 0),
+        (request("/a") * 20, 0),
+    ],
+    ids=["a head", "a body", "a request and a body", "garbage", "CONNECT", "a space", "too many"],
+)
+def test_who_sends_something_unfit_after_its_request_and_no_more_gets_its_answer(rest: bytes, num_more: int) -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait"))
+        await until(lambda: len(service.records) == 1)
+        await client.send(rest)
+        client.writer.write_eof()
+        await asyncio.sleep(0.2)
+        service.release.set()
+        answers = (await asyncio.wait_for(client.reader.read(), 5)).replace(INTERIM, b"")
+        assert b"waited" in answers and answers.count(b"200 OK") == 1 + num_more
+
+    assert not any(record.client_gone for record in run(use).records[: 1 + num_more])  # one that is not whole has left
+
+
 def test_who_sends_no_more_in_the_middle_of_its_answer_gets_the_rest() -> None:
     async def use(service: Service) -> None:
         client = await service.connect(receive_buffer=4096)
