@@ -7,6 +7,7 @@ clients look for the answer only after they have sent everything. `service.route
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ DISCARD_S = 10.0
 _MAX_PART_HEADERS = 8
 _MAX_PART_HEADER_BYTES = 4096
 _SHOWN_CHARS = 64  # of a field's name
+_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_ENCODED_FILENAME = re.compile(rb";\s*filename\*(?:0\*?)?\s*=", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,11 @@ async def _discard(stream: AsyncIterator[bytes], num_bytes: int) -> None:
                     return
 
 
+def _has_encoded_filename(disposition: bytes) -> bool:
+    """`filename*=` alone, as RFC 5987 and clients before RFC 7578 have it; python-multipart leaves that out."""
+    return _ENCODED_FILENAME.search(_QUOTED.sub(b'""', disposition)) is not None
+
+
 def _refuse_unsent(request: Request, max_bytes: int) -> None:
     """A client that waits for `100 Continue` has sent nothing yet and reads our answer at once."""
     if request.headers.get("expect", "").lower() == "100-continue":
@@ -259,8 +267,7 @@ class _Form:
     def _on_headers_finished(self) -> None:
         options = parse_options_header(self._disposition)[1]
         field = options.get(b"name", b"").decode(errors="replace")[:_SHOWN_CHARS]
-        # Clients before RFC 7578 write `filename*=` alone for a name that is not ASCII; the parser leaves that out.
-        if b"filename" not in options and b"filename*=" not in self._disposition.lower():
+        if b"filename" not in options and not _has_encoded_filename(self._disposition):
             raise InvalidRequest("a text field: images are file parts, and options are in the query", param=field)
         if len(self._starts) == self._max_images:
             raise TooManyImages(

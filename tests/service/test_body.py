@@ -202,6 +202,8 @@ def test_form_ranges_lie_in_one_body() -> None:
         (form(("X: " + "y" * 10_000, b"x")), FORM, "malformed"),
         (form(("\r\n".join(f"X{i}: y" for i in range(20)), b"x")), FORM, "malformed"),
         (form(("Content-Type: image/png", b"x")), FORM, "text field"),
+        (form(('Content-Disposition: form-data; name="filename*=x"', b"x")), FORM, "text field"),
+        (form(('Content-Disposition: form-data; name="a"; note="\\"; filename*=x"', b"x")), FORM, "text field"),
     ],
 )
 def test_malformed_forms(data: bytes, headers: dict[str, str], message: str) -> None:
