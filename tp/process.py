@@ -1,6 +1,6 @@
 """Making a process end with its parent, so that a killed front-end or torchrun leaves nothing behind; what one holds.
 
-Linux only (`PR_SET_PDEATHSIG`, prctl(2); /proc, proc(5)). The signal comes when the *thread* that started the process
+Linux only (prctl(2); /proc, proc(5)). The signal comes when the *thread* that started the process
 ends: parents start children from their main thread.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Container
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 EXIT_ORPHANED = 65
 PARENT_VARIABLE = "TP_PARENT_PID"  # how torchrun's own pid reaches the ranks
@@ -23,11 +23,20 @@ def die_with_parent(expected_parent: int | None = None) -> None:
     `expected_parent` is the parent's pid as it knew it when it started this process; without it, being adopted by
     pid 1 is the only sign of a parent that died first.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if expected_parent is not None and os.getppid() != expected_parent:
         sys.exit(EXIT_ORPHANED)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own one dies. They stay, also when dead, until this process ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def reap_orphans(known: Container[int]) -> None:

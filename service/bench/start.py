@@ -25,6 +25,7 @@ from service.bench.served import Served
 from service.bench.usage import Watched, undisturbed, worst
 from service.launcher import rank_environ, torchrun_command
 from tp.checkpoint import read_vision_tensors
+from tp.process import adopt_orphans
 from tp.settings import Settings
 from tp.spec import Grid, read_spec
 
@@ -38,6 +39,7 @@ _PATCH = 14  # pixels a side
 def bench_start(settings: Settings, *, rounds: int, on_step: Callable[[str], None] = lambda step: None) -> Report:
     """Start, break and stop the service of `settings` so many times. Raises BenchError when one does not start."""
     header = Header.of_this_machine()
+    adopt_orphans()  # ranks of a killed torchrun: their CPU would be counted as others'
     bare, reads, starts = [], [], []
     for number in range(1, rounds + 1):
         on_step(f"round {number}: reading the weights, and a bare group")

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from running import ROOT
 
 from service.bench import usage
 from service.bench.usage import CpuWatch, Watched, cpu_s, family, undisturbed, worst
@@ -87,6 +88,27 @@ def test_what_our_own_processes_use_is_not_others(monkeypatch: pytest.MonkeyPatc
     started_s = watch._started[0]
     share = watch.others_share()
     assert share == pytest.approx(1 / ((time.monotonic() - started_s) * (os.cpu_count() or 1)), rel=0.1)
+
+
+ADOPTING = """
+import os, subprocess, sys, time
+from pathlib import Path
+from service.bench.usage import cpu_s, family
+from tp.process import adopt_orphans
+
+adopt_orphans()
+orphan = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sys.argv[1]!r}]).pid)"
+pid = int(subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, check=True).stdout)
+while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    time.sleep(0.02)
+print(cpu_s([pid]) if pid in family(os.getpid()) else "lost")
+"""
+
+
+def test_what_an_orphan_used_is_known_when_it_is_dead() -> None:
+    command = [sys.executable, "-c", ADOPTING, BURN.format(seconds=0.3)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert 0.3 <= float(ended.stdout) < 2
 
 
 def test_the_machines_clock_runs() -> None:
