@@ -65,7 +65,7 @@ class PartsResponse(Response):
     def __init__(self, answer: schemas.Answer, headers: Mapping[str, str], on_end: Callable[[], None]) -> None:
         super().__init__(media_type=answer.media_type, headers={**answer.headers, **headers})
         self.headers["content-length"] = str(answer.num_bytes)
-        # Sending waits for what was sent before: the empty last piece for all of a large answer, which counts till then.
+        # Sending waits for what was sent before: an empty last piece for a large answer, which is held until then.
         self._parts = [*answer.parts, b""] if answer.num_bytes > _JOINED_BYTES else [b"".join(answer.parts)]
         self._on_end = on_end
 
