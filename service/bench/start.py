@@ -40,6 +40,7 @@ def bench_start(settings: Settings, *, rounds: int, on_step: Callable[[str], Non
     """Start, break and stop the service of `settings` so many times. Raises BenchError when one does not start."""
     header = Header.of_this_machine()
     adopt_orphans()  # ranks of a killed torchrun: their CPU would be counted as others'
+    _read_s(settings)  # from here on they are in the page cache
     bare, reads, starts = [], [], []
     for number in range(1, rounds + 1):
         on_step(f"round {number}: reading the weights, and a bare group")

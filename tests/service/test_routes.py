@@ -44,8 +44,8 @@ def sent(parts: Sequence[bytes]) -> list[dict[str, Any]]:
     ("parts", "pieces"),
     [
         ([b"head", bytes(1000), b"tail"], [b"head" + bytes(1000) + b"tail"]),
-        ([b"head", bytes(2**16), b"tail"], [b"head", bytes(2**16), b"tail"]),
-        ([bytes(2**17)], [bytes(2**17)]),
+        ([b"head", bytes(2**16), b"tail"], [b"head", bytes(2**16), b"tail", b""]),
+        ([bytes(2**17)], [bytes(2**17), b""]),  # sending the last one waits for the rest
     ],
 )
 def test_only_a_large_answer_leaves_in_pieces(parts: list[bytes], pieces: list[bytes]) -> None:
