@@ -267,11 +267,10 @@ def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event, hang_up: asynci
         (stop_now if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    if hang_up is not None:
-        loop.add_signal_handler(signal.SIGHUP, hang_up.set)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one may have come since the process began
+    loop.add_signal_handler(signal.SIGHUP, on_signal if hang_up is None else hang_up.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one may have come since the process began
 
 
 def _listen(settings: Settings) -> list[socket.socket]:

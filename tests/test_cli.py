@@ -175,6 +175,19 @@ def test_a_hangup_early_in_any_other_command_ends_it() -> None:
     assert ended.returncode == -signal.SIGHUP
 
 
+def test_a_hangup_ends_a_demo_that_removes_its_model(tmp_path: Path) -> None:
+    command = [*COMMAND, "demo", "--port", "0"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
+        assert demo.stdout is not None
+        next(line for line in demo.stdout if b"merged vision tokens" in line)
+        assert any(tmp_path.glob("tpvision-demo-*"))
+        demo.send_signal(signal.SIGHUP)
+        demo.stdout.read()
+    assert demo.returncode == 0
+    assert not any(tmp_path.glob("tpvision-demo-*"))
+
+
 def test_accepted_requests_finish_while_draining() -> None:
     service = RunningService(["--model", str(MODEL), "--tp", "2"]).wait_ready()
     answers: list[httpx.Response] = []

@@ -154,6 +154,27 @@ def test_what_is_decoded_when_the_drain_ends_is_answered_too(signals: int) -> No
     assert not any(is_alive(pid) for pid in pids)
 
 
+def test_json_that_waits_to_be_read_has_a_deadline_and_a_client_that_may_leave() -> None:
+    environ = {"TPVISION_LIMITS__REQUEST_TIMEOUT_S": "5", "TPVISION_LIMITS__DECODE_TIMEOUT_S": "60"}
+    service = RunningService(["--model", MODEL, "--tp", "1"], environ).wait_ready()
+    stopped = decoders_of(service)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    body = json.dumps({"images": [base64.b64encode(GOOD).decode()]}).encode()
+    head = ("POST /v1/encode HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(connect(service, *head, body=body)) for _ in range(2 * len(stopped))]
+        wait_until(lambda: held_bytes(service) >= len(waiting) * len(body))
+        connect(service, *head, body=body).close()
+        wait_until(lambda: any(line["client_gone"] for line in service.requests), timeout_s=4)  # before its deadline
+        wait_until(lambda: sum(line["status"] == 504 for line in service.requests) >= len(stopped))
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: held_bytes(service) == 0)
+    assert service.encode(GOOD).status_code == 200
+    assert service.stop() == 0
+
+
 def test_a_second_sigterm_ends_it_now() -> None:
     service = RunningService(["--model", MODEL, "--tp", "2"]).wait_ready()
     pids = descendants(service.process.pid)
