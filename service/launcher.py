@@ -233,7 +233,8 @@ def devices_of_group(group: int, parallel: ParallelSettings, visible: str | None
     """A group's share of the devices in CUDA_VISIBLE_DEVICES, or of the machine's where that is not set.
 
     All of them, where there are no more than it needs: then they are its own, as in a container beside other groups'.
+    None, where CUDA_VISIBLE_DEVICES is set and empty: that hides them.
     """
     size = parallel.tensor
-    names = visible.split(",") if visible else [str(index) for index in range(size * parallel.groups)]
+    names = [str(index) for index in range(size * parallel.groups)] if visible is None else visible.split(",")
     return names if len(names) == size else names[group * size : (group + 1) * size]

@@ -7,6 +7,7 @@ tp/kernels.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -111,6 +112,7 @@ def _softmax_(scores: Tensor) -> Tensor:
     return torch.softmax(scores, -1, out=scores)
 
 
+@cache
 def takes_packed_images(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Flash attention over packed sequences: CUDA from compute capability 8.0, half types, head sizes 8, 16 ... 256."""
     return (
@@ -154,9 +156,9 @@ def _one_image(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (CUDA only)
-
-    longest = max(sequences.lengths)
-    out = varlen_attn(q, k, v, sequences.cu_seqlens, sequences.cu_seqlens, longest, longest, scale=1.0)
-    assert isinstance(out, Tensor)  # a tuple only when log-sum-exps are asked for
+    """`torch.nn.attention.varlen.varlen_attn` less its operator in Python and a kernel that fills an unused tensor."""
+    longest, offsets = max(sequences.lengths), sequences.cu_seqlens
+    out: Tensor = torch.ops.aten._flash_attention_forward.default(
+        q, k, v, offsets, offsets, longest, longest, 0.0, False, False, scale=1.0
+    )[0]
     return out

@@ -141,17 +141,28 @@ class Block(nn.Module):
     def forward(self, x: Tensor, packing: Packing) -> None:
         """Run the block on x [N, D], in place."""
         self.add_attention_(x, packing)
-        x += self.fc1.reduce_(by_rows(self._mlp, x))
+        self.add_mlp_(x)
 
     def add_attention_(self, x: Tensor, packing: Packing) -> None:
         """x += wo(attention(norm0(x))), in place on x [N, D]."""
-        x += self.wo.reduce_(self.wo.partial(self._attention(x, packing)))
+        self.wo.add_to_(x, self._attention(x, packing))
+
+    def add_mlp_(self, x: Tensor) -> None:
+        """x += mlp(x), in place on x [N, D]."""
+        if self.fc1.is_whole:
+            for rows in torch.split(x, ROW_CHUNK):
+                self.fc1.add_to_(rows, self._expanded(rows))
+        else:  # one sum over ranks for all rows
+            x += self.fc1.reduce_(by_rows(self._mlp, x))
 
     def add_mlp_to_share(self, x: Tensor, shares: Sequence[TokenShare], rank: int) -> Tensor:
-        """x + mlp(x) for the rows of this rank's share only: [N, D] -> [rows of the share, D].
+        """x + mlp(x) for the rows of this rank's share only: [N, D] -> [rows of the share, D]. May overwrite x.
 
         The sum over ranks is scattered by share instead of given to all; shares are padded to the longest with zeros.
         """
+        if self.fc1.is_whole:
+            self.add_mlp_(x)
+            return x
         partials = x.new_zeros(len(shares), max(share.num_rows for share in shares), x.shape[1])  # [W, R, D]
         for share, out in zip(shares, partials, strict=True):
             by_rows(self._mlp, x[share.rows], out=out[: share.num_rows])
@@ -165,7 +176,11 @@ class Block(nn.Module):
         return self._kernels.attend(q, k, qkv[:, 2], packing.sequences).flatten(1)  # [N, H, d] -> [N, Q]
 
     def _mlp(self, rows: Tensor) -> Tensor:
-        return self.fc1.partial(self.fc0(self.norm1(rows), gelu="tanh"))
+        return self.fc1.partial(self._expanded(rows))
+
+    def _expanded(self, rows: Tensor) -> Tensor:
+        expanded: Tensor = self.fc0(self.norm1(rows), gelu="tanh")
+        return expanded
 
 
 class Projector(nn.Module):
@@ -234,6 +249,8 @@ def by_rows(
     Without `out`, the result is like x.
     """
     if out is None:
+        if x.shape[0] <= rows:
+            return function(x).to(x.dtype)
         out = torch.empty_like(x)
     for first in range(0, x.shape[0], rows):
         out[first : first + rows] = function(x[first : first + rows])

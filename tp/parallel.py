@@ -208,6 +208,18 @@ class RowParallelLinear(nn.Module):
         """What this rank holds of the full `weight` or `bias`; None is all of it."""
         return self._shard if parameter == "weight" else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the weight, so that there is nothing to sum."""
+        return self._group.world_size == 1
+
+    def add_to_(self, x: Tensor, y: Tensor) -> None:
+        """x += the sum over ranks of y W^T, plus the bias, in place: x [N, out], y [N, in of this rank]."""
+        if self.is_whole:
+            self._kernels.add_linear_(x, y, self.weight, self.bias)
+        else:
+            x += self.reduce_(self.partial(y))
+
     def partial(self, x: Tensor) -> Tensor:
         """[N, in of this rank] -> [N, out], to be summed over ranks by one of the two below."""
         return self._kernels.linear(x, self.weight)

@@ -90,17 +90,19 @@ def rotations(grid: Grid, head_dim: int, device: torch.device) -> Tensor:
 
     Every frame has the same. Angles are float32, as the reference's are.
     """
-    frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, head_dim, 4, dtype=torch.float32, device=device) / head_dim)
-    by_column = _turns(grid.w, frequencies).view(1, grid.w // 2, 1, 1, 2, -1)
-    by_row = _turns(grid.h, frequencies).view(grid.h // 2, 1, 1, 2, 1, -1)
+    by_column = _turns(grid.w, head_dim, device).view(1, grid.w // 2, 1, 1, 2, -1)
+    by_row = _turns(grid.h, head_dim, device).view(grid.h // 2, 1, 1, 2, 1, -1)
     out = by_row.new_empty(grid.h // 2, grid.w // 2, grid.t, 2, 2, head_dim // 4, 2)
     out[..., 0] = by_column
     out[..., 1] = by_row
     return out.view(grid.num_patches, head_dim // 2)
 
 
-def _turns(size: int, frequencies: Tensor) -> Tensor:
-    angles = torch.outer(torch.arange(size, dtype=torch.float32, device=frequencies.device), frequencies)
+@lru_cache(maxsize=256)
+def _turns(size: int, head_dim: int, device: torch.device) -> Tensor:
+    """[size, d / 4]. Kept for the sizes met last: each is some kilobytes, and on CUDA eight kernels to launch."""
+    frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, head_dim, 4, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.outer(torch.arange(size, dtype=torch.float32, device=device), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 

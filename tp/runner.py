@@ -194,7 +194,7 @@ class Runner:
         """Capture CUDA graphs for the small ones of these tiers; which came out right, and are used from now on."""
         if self._group.device.type == "cuda":
             self._graphs = capture(self._model, tiers)
-        return tuple(graph.num_patches for graph in self._graphs)
+        return tuple(sorted({graph.num_patches for graph in self._graphs}))
 
     def time_modes(self, sizes: Sequence[int]) -> list[tuple[Mode, int, float]]:
         """What one image of each of these patch counts takes in each mode: (mode, patches, seconds), the better of two.

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from tp.attention import AttentionError, Sequences, attend, describe_kernel
+from tp.attention import AttentionError, Sequences, _varlen, attend, describe_kernel
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,14 @@ def test_no_lean_kernel_is_an_error() -> None:
     qkv = random_qkv(8, 2, 8).int()
     with pytest.raises(AttentionError, match=r"no flash or memory-efficient attention for torch.int32, head size 8"):
         attend(*qkv.unbind(1), Sequences.of([8], CPU))
+
+
+def test_the_operator_over_packed_images_takes_what_it_is_called_with() -> None:
+    """Its kernel is for GPUs alone; its signature and shapes are not."""
+    q, k, v = random_qkv(24, 3, 8, torch.bfloat16, "meta").unbind(1)
+    out = _varlen(q, k, v, Sequences.of([4, 20], torch.device("meta")))
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert out.is_contiguous()
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from goldens import GOLDEN, MANIFEST, MODELS, spec_of
 from torch import Tensor
 
 from tp.bench.allocated import peak_allocated_bytes
-from tp.kernels import STOCK, Kernels, OneDNNKernels
+from tp.kernels import STOCK, Kernels, OneDNNKernels, choose_kernels
 from tp.memory import (
     MemoryFit,
     MemoryShortError,
@@ -131,14 +131,37 @@ def test_scratch_bounds_the_measured_peak(
         assert bound < 1.6 * measured
 
 
-def peak_bytes(model: MoonViT, dtype: Dtype, grids: list[Grid]) -> int:
+def peak_bytes(model: MoonViT, dtype: Dtype, grids: list[Grid], device: torch.device = CPU) -> int:
     """What a forward allocates at most, its pixels included, by torch's own count."""
-    state = {name: torch.full(p.shape, 0.01, dtype=getattr(torch, dtype)) for name, p in model.named_parameters()}
-    model.load_state_dict(state, assign=True)
-    num_patches = sum(grid.num_patches for grid in grids)
-    return peak_allocated_bytes(
-        lambda: model(torch.zeros(num_patches, model.spec.patch_bytes, dtype=torch.uint8), grids), CPU
+    kind = {"dtype": getattr(torch, dtype), "device": device}
+    model.load_state_dict(
+        {name: torch.full(p.shape, 0.01, **kind) for name, p in model.named_parameters()}, assign=True
     )
+    shape = (sum(grid.num_patches for grid in grids), model.spec.patch_bytes)
+
+    def forward() -> None:
+        model(torch.zeros(shape, dtype=torch.uint8, device=device), grids)
+
+    if device.type == "cuda":
+        forward()  # libraries make their workspaces
+    return peak_allocated_bytes(forward, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["tiny-k3", "tiny-k25"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2, 6])
+@pytest.mark.parametrize("grids", [[Grid(1, 128, 128)], [Grid(1, 64, 64)] * 4, [Grid(4, 64, 64)]])
+def test_scratch_bounds_the_measured_peak_on_a_gpu(
+    model: str, dtype: Dtype, world_size: int, grids: list[Grid]
+) -> None:
+    spec, device = replace(spec_of(model), **WIDE), torch.device("cuda")
+    kernels = choose_kernels(device, getattr(torch, dtype))
+    group = LoneRank(rank=0, world_size=world_size, device=device)
+    measured = peak_bytes(MoonViT(spec, group, kernels=kernels), dtype, grids, device)
+    rows = scratch_rows(spec, num_patches=16_384, world_size=world_size, dtype=dtype, device="cuda")
+    before = sum(row.num_bytes for row in rows if row.name.endswith("of the batch before"))
+    assert measured <= total_bytes(rows) - before + 16 * 2**20  # blocks are rounded to as much as a MiB
 
 
 def test_what_fits_is_found_to_the_token() -> None:

@@ -65,6 +65,12 @@ def test_by_rows_calls_with_bounded_runs() -> None:
     assert lengths == [2, 2, 1]
 
 
+def test_one_run_is_not_copied_but_keeps_the_dtype() -> None:
+    x = torch.arange(5.0)
+    assert by_rows(lambda rows: rows, x, rows=5) is x
+    assert by_rows(lambda rows: 2 * rows.double(), x, rows=5).dtype == torch.float32
+
+
 def test_rms_norm_by_hand() -> None:
     norm = Norm(spec_of("tiny-k3"), 2, eps=0.5)
     norm.weight = torch.nn.Parameter(torch.tensor([1.0, 10.0]))
