@@ -18,7 +18,7 @@ from rich.table import Table
 
 from service.bounds import largest_chunk, largest_patch_count, largest_picture
 from service.memory_check import host_rows
-from tp.memory import MemoryRow, arena_rows, scratch_rows, total_bytes, weight_rows
+from tp.memory import Device, MemoryRow, arena_rows, scratch_rows, total_bytes, weight_rows
 from tp.settings import Settings
 from tp.slab import SlabLayout
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec, check_world_size
@@ -102,6 +102,7 @@ class CapacityPlan:
     host: tuple[MemoryRow, ...]  # all that is touched in the machine's memory
     weights: tuple[MemoryRow, ...]  # per rank
     scratch: tuple[MemoryRow, ...]  # per rank, top tier
+    scratch_device: Device  # of that forward
 
     @property
     def max_patches_per_image(self) -> int:
@@ -187,7 +188,6 @@ def plan_capacity(
     dtype = settings.compute_dtype(spec)
     scratch = _scratch_of(spec, settings, settings.rank_threads(num_cores))
     slab = _slab_of(spec, settings, slab_patches or settings.slab_patches)
-    on_cpu = parallel.device != "cuda"
     largest, *size = largest_patch_count(spec.processor)
     return CapacityPlan(
         model_type=spec.model_type,
@@ -215,7 +215,12 @@ def plan_capacity(
         slab_bytes=slab.total_bytes,
         slab=arena_rows(spec, num_patches=slab.num_patches, dtype=dtype),
         host=host_rows(
-            spec, settings, top=capacity.max_patches_per_image, slab=slab, num_cores=num_cores, on_cpu=on_cpu
+            spec,
+            settings,
+            top=capacity.max_patches_per_image,
+            slab=slab,
+            num_cores=num_cores,
+            on_cpu=_device_of(settings) == "cpu",
         ),
         weights=_most(
             [
@@ -224,6 +229,7 @@ def plan_capacity(
             ]
         ),
         scratch=scratch(capacity.max_patches_per_image),
+        scratch_device=_device_of(settings),
     )
 
 
@@ -243,6 +249,7 @@ def render(plan: CapacityPlan) -> RenderableType:
 
 def _scratch_of(spec: EncoderSpec, settings: Settings, threads: int) -> Callable[[int], tuple[MemoryRow, ...]]:
     """Patches -> scratch of the rank that needs most."""
+    device = _device_of(settings)
     dtype = settings.compute_dtype(spec)
     world_size = 1 if settings.parallel.resident == "full" else settings.parallel.tensor  # a rank may encode alone
 
@@ -250,13 +257,24 @@ def _scratch_of(spec: EncoderSpec, settings: Settings, threads: int) -> Callable
         return _most(
             [
                 scratch_rows(
-                    spec, num_patches=num_patches, world_size=world_size, dtype=dtype, threads=threads, rank=rank
+                    spec,
+                    num_patches=num_patches,
+                    world_size=world_size,
+                    dtype=dtype,
+                    threads=threads,
+                    rank=rank,
+                    device=device,
                 )
                 for rank in range(world_size)
             ]
         )
 
     return scratch
+
+
+def _device_of(settings: Settings) -> Device:
+    """As far as settings tell: `auto` may find a GPU, and is planned for as if it did not."""
+    return "cuda" if settings.parallel.device == "cuda" else "cpu"
 
 
 def _most(ranks: list[tuple[MemoryRow, ...]]) -> tuple[MemoryRow, ...]:
@@ -353,9 +371,10 @@ def _memory_table(plan: CapacityPlan) -> Table:
     table.add_column("what")
     table.add_column("formula", overflow="fold")
     table.add_column("bytes", justify="right")
+    where = plan.scratch_device.upper()
     parts = (
         ("weights, each rank", plan.weights, plan.weights_bytes),
-        ("scratch of the CPU forward at the top tier, each rank", plan.scratch, plan.scratch_bytes),
+        (f"scratch of the {where} forward at the top tier, each rank", plan.scratch, plan.scratch_bytes),
         (f"slab of {_count(plan.slab_patches)} patches, once a machine", plan.slab, plan.slab_bytes),
         ("this machine's memory in all", plan.host, plan.host_bytes),
     )

@@ -19,13 +19,13 @@ MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 MODEL = MANIFEST["models"]["tiny-k3"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "resident"), [(1, "shard"), (2, "shard"), (2, "full")])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_tokens_are_the_golden_ones(start_service: Any, dtype: str, world_size: int) -> None:
+def test_tokens_are_the_golden_ones(start_service: Any, dtype: str, world_size: int, resident: str) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
     arguments = ["--model", str(GOLDEN / f"tiny-k3-{dtype}"), "--tp", str(world_size), "--device", "cuda"]
-    service: RunningService = start_service(*arguments, **REFERENCE_IMAGES)
+    service: RunningService = start_service(*arguments, TPVISION_PARALLEL__RESIDENT=resident, **REFERENCE_IMAGES)
     expected = load_file(GOLDEN / MODEL["expected"])
     names = [name for name in MODEL["emb_images"] if f"{name}/emb_bf16w_f32" in expected]
     for name in names:

@@ -216,7 +216,8 @@ class _Sizes:
     def steps(self) -> tuple[Rows, ...]:
         attention = (self.attention(), self.fused_attention()) if self.on_cpu else (self.fused_attention(),)
         block = (self.qkv(), self.rotate(), *attention, self.wo(), self.mlp())
-        steps = (self.embed(), *block, self.scatter(), self.project(), self.gather())
+        scatter = (self.scatter(),) if self.world_size > 1 else ()
+        steps = (self.embed(), *block, *scatter, self.project(), self.gather())
         return steps if self.on_cpu else tuple((*step, *self.before) for step in steps)
 
     def embed(self) -> Rows:
@@ -278,12 +279,14 @@ class _Sizes:
         )
 
     def wo(self) -> Rows:
-        return (*self.held, self.all_qkv, self.partial)
+        product = (self.partial,) if self.on_cpu or self.world_size > 1 else ()  # a lone GPU adds it as it makes it
+        return (*self.held, self.all_qkv, *product)
 
     def mlp(self) -> Rows:
         columns = _row("MLP columns before and after GELU", (2, "times"), self.chunk, self.mlp_columns, self.size)
         product = _row("product of a run", self.chunk, self.hidden, self.size)
-        return (*self.held, self.partial, *self._normed(self.chunk, self.hidden, columns, product))
+        partial = (self.partial,) if self.world_size > 1 else ()
+        return (*self.held, *partial, *self._normed(self.chunk, self.hidden, columns, product))
 
     def scatter(self) -> Rows:
         return (*self.held, self.partial, self.share)

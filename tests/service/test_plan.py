@@ -49,6 +49,15 @@ def test_worked_numbers_stand_in_the_text_and_in_the_json() -> None:
     assert freed["reference"]["total_bytes"] == 320_274_432
 
 
+def test_scratch_is_that_of_the_device_that_is_named() -> None:
+    on_gpu, names = plan(parallel__device="cuda"), [row.name for row in plan(parallel__device="cuda").scratch]
+    assert "tokens of the batch before" in names
+    assert "scratch of the CUDA forward" in text(on_gpu)
+    for device in ("auto", "cpu"):
+        assert "tokens of the batch before" not in [row.name for row in plan(parallel__device=device).scratch]
+        assert "scratch of the CPU forward" in text(plan(parallel__device=device))
+
+
 def test_weights_of_one_rank_are_the_published_bytes() -> None:
     assert plan().weights_bytes == 894_717_952
 
