@@ -50,7 +50,7 @@ def test_graphed_tiers_give_the_eager_tokens(start_service: Any, world_size: int
     for name in MODEL["emb_images"]:
         content = (GOLDEN / MANIFEST["images"][name]["file"]).read_bytes()
         expected, found = (load(service.encode(content).content)["embeddings"].float() for service in (eager, graphed))
-        assert float((found - expected).norm() / expected.norm()) < 1e-2, name
+        assert float((found - expected).norm() / expected.norm()) < 3e-2, name
 
 
 @pytest.mark.slow

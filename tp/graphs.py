@@ -25,6 +25,7 @@ log = logging.getLogger("tpvision.graphs")
 LARGEST_TIER = 4096  # patches; above, launching is a small part of a forward
 MAX_IMAGES = 64  # a batch of more runs eagerly
 _ROOMS = (1, MAX_IMAGES)  # images that the graphs of a tier have room for
+_TOLERANCE = 3e-2  # of the eager output: two that are right, from products that round in another order, are 1e-2 apart
 _WARM_UPS = 3  # forwards before capture, in which libraries allocate and choose
 
 
@@ -157,4 +158,4 @@ def _fault_of(graph: GraphedTier, model: MoonViT) -> str | None:
     if not bool(torch.isfinite(found).all()):
         return "its output holds NaN or infinity"
     distance = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
-    return None if distance < 1e-2 else f"its output is {distance:.3g} from the eager one"
+    return None if distance < _TOLERANCE else f"its output is {distance:.3g} from the eager one"

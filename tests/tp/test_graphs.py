@@ -54,7 +54,7 @@ def test_a_graph_gives_the_eager_tokens_for_any_number_of_images(count: int, sid
     report, found = encode(runner, grids)
     assert report.is_graphed
     distance = (values(found) - values(expected)).norm() / values(expected).norm()
-    assert float(distance) < 1e-2
+    assert float(distance) < 3e-2
 
 
 def test_a_capture_that_fails_leaves_all_as_it_was() -> None:
