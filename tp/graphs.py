@@ -3,8 +3,8 @@
 Shapes: P patches of the tier, D hidden size, d head size, W ranks, I images that a graph has room for. A graph replays
 fixed shapes on fixed memory, so a batch is padded to its tier on the device: rows past the batch are zeros and lie past
 the last offset of `cu_seqlens`, images that are not there have no rows, and tokens of padding are cut off. Attention
-starts its thread blocks for every image that there is room for, so a lone image has a graph of its own. All ranks
-take the same path, since they see the same batch. Called by tp/runner.py; CUDA only, and only where it is asked for.
+starts thread blocks for every image that there is room for, as many as the tier's largest needs, so a tier has graphs
+for a lone image, for a few and for many. All ranks take the same path, since they see the same batch. Called by tp/runner.py; CUDA only, and only where it is asked for.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ log = logging.getLogger("tpvision.graphs")
 
 LARGEST_TIER = 4096  # patches; above, launching is a small part of a forward
 MAX_IMAGES = 64  # a batch of more runs eagerly
-_ROOMS = (1, MAX_IMAGES)  # images that the graphs of a tier have room for
+_ROOMS = (1, 8, MAX_IMAGES)  # images that the graphs of a tier have room for
 _TOLERANCE = 3e-2  # of the eager output: two that are right, from products that round in another order, are 1e-2 apart
 _WARM_UPS = 3  # forwards before capture, in which libraries allocate and choose
 
