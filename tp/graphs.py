@@ -2,9 +2,11 @@
 
 Shapes: P patches of the tier, D hidden size, d head size, W ranks, I images that a graph has room for. A graph replays
 fixed shapes on fixed memory, so a batch is padded to its tier on the device: rows past the batch are zeros and lie past
-the last offset of `cu_seqlens`, images that are not there have no rows, and tokens of padding are cut off. Attention
-starts thread blocks for every image that there is room for, as many as the tier's largest needs, so a tier has graphs
-for a lone image, for a few and for many. All ranks take the same path, since they see the same batch. Called by tp/runner.py; CUDA only, and only where it is asked for.
+the last offset of `cu_seqlens`, images that are not there have no rows, and tokens of padding are cut off. Padding is
+computed like anything else, so a batch that leaves much of a large tier empty runs eagerly. Attention starts thread
+blocks for every image that there is room for, as many as the tier's largest needs, so a tier has graphs for a lone
+image, for a few and for many. All ranks take the same path, since they see the same batch. Called by tp/runner.py; CUDA
+only, and only where it is asked for.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ from tp.spec import Grid
 log = logging.getLogger("tpvision.graphs")
 
 LARGEST_TIER = 4096  # patches; above, launching is a small part of a forward
+LAUNCH_BOUND = 1024  # patches a rank, up to which launching takes longer than computing, and padding so costs nothing
 MAX_IMAGES = 64  # a batch of more runs eagerly
 _ROOMS = (1, 8, MAX_IMAGES)  # images that the graphs of a tier have room for
 _TOLERANCE = 3e-2  # of the eager output: two that are right, from products that round in another order, are 1e-2 apart
@@ -67,9 +70,13 @@ class GraphedTier:
             self._tokens = self._forward()
 
     def takes(self, packing: Packing) -> bool:
-        """Whether the graph has room for this batch, and knows its kind."""
+        """Whether the graph has room for this batch, little of it is left empty, and it knows the batch's kind."""
         lengths = packing.sequences.lengths
-        return sum(lengths) <= self.num_patches and len(lengths) <= self.num_images and packing.is_of_images
+        return (
+            len(lengths) <= self.num_images
+            and fills(sum(lengths), self.num_patches, self._model.group.world_size)
+            and packing.is_of_images
+        )
 
     def replay(self, x: Tensor, packing: Packing) -> Tensor:
         """Embedded patches [N, D] -> merged tokens [N / 4, text hidden].
@@ -87,6 +94,11 @@ class GraphedTier:
 
     def _forward(self) -> Tensor:
         return self._model.group.all_gather(self._model.encode_rows(self._x, self._packing))
+
+
+def fills(num_patches: int, tier: int, world_size: int) -> bool:
+    """Whether so many patches fit a tier and fill three quarters of it, or as much as is computed for nothing."""
+    return num_patches <= tier and (tier <= LAUNCH_BOUND * world_size or 4 * num_patches >= 3 * tier)
 
 
 def capture(model: MoonViT, tiers: Sequence[int]) -> list[GraphedTier]:

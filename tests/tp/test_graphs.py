@@ -9,12 +9,11 @@ from goldens import GOLDEN, spec_of
 from torch import Tensor
 
 from tp.attention import Sequences
+from tp.graphs import fills
 from tp.kernels import FusedRotaryKernels, Kernels
 from tp.parallel import TPGroup
 from tp.runner import Bytes, EncodeReport, Runner
 from tp.spec import Grid
-
-pytestmark = pytest.mark.gpu
 
 TIERS = (256, 1024)
 
@@ -43,6 +42,26 @@ def values(outputs: Sequence[Bytes]) -> Tensor:
     return torch.cat([torch.from_numpy(output).view(torch.bfloat16).float() for output in outputs])
 
 
+@pytest.mark.parametrize(
+    ("num_patches", "tier", "world_size", "expected"),
+    [
+        (4, 1024, 1, True),
+        (1024, 1024, 1, True),
+        (1028, 1024, 1, False),
+        (3068, 4096, 1, False),
+        (3072, 4096, 1, True),
+        (4100, 4096, 1, False),
+        (1028, 4096, 3, False),
+        (1028, 4096, 4, True),
+    ],
+)
+def test_a_large_tier_is_not_padded_by_more_than_a_quarter(
+    num_patches: int, tier: int, world_size: int, expected: bool
+) -> None:
+    assert fills(num_patches, tier, world_size) == expected
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 64])
 @pytest.mark.parametrize("side", [2, 4])
 def test_a_graph_gives_the_eager_tokens_for_any_number_of_images(count: int, side: int) -> None:
@@ -57,6 +76,7 @@ def test_a_graph_gives_the_eager_tokens_for_any_number_of_images(count: int, sid
     assert float(distance) < 3e-2
 
 
+@pytest.mark.gpu
 def test_a_capture_that_fails_leaves_all_as_it_was() -> None:
     runner = load(WaitingKernels())
     grids = [Grid(1, 4, 4), Grid(1, 8, 4)]
