@@ -1,10 +1,9 @@
-"""The story of one image (`encode`) and of one batch (`dispatch`), and the life of everything they need.
+"""The story of one image (`encode`), and the life of everything that it needs.
 
     encode:   header -> geometry -> admission -> pixels into the slab -> queue -> tokens out of the slab
               (or, where the content cache is on: tokens that it has, or that others compute, and the rest as above)
-    dispatch: queue -> batch -> every rank of a group -> settle, or bury the group and give the batch back
 
-The engine owns the slab, the decode processes and the worker groups.
+The engine owns the slab, the decode processes and the worker groups. What becomes of the queue is `service.dispatch`.
 """
 
 import asyncio
@@ -16,14 +15,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from service.admission import Admission, HeldBytes, Permit, Rows
-from service.batcher import MAX_LOSSES, Batcher, Entry, PackedBatch
+from service.admission import Admission, HeldBytes, Permit
+from service.batcher import Batcher, Entry
 from service.body import Body, ImageBytes, Item, VideoChunk
 from service.cache import ContentCache, ItemError, ItemTokens
 from service.content_keys import Key, content_key, digest
 from service.decoders import DecoderPool, UnpackedBody
+from service.dispatch import Dispatcher
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady, ServiceError, WorkersLost
 from service.geometry import ImagePlan, plan_image
 from service.groups import GROUP_STATES, WorkerGroups
@@ -31,15 +29,13 @@ from service.header import ImageHeader
 from service.ledger import Ledger, stopping
 from service.memory_check import check_host
 from service.metrics import Metrics, ServiceState
-from service.modes import ModeChooser
 from service.plan import CapacityPlan, plan_capacity, sentences
 from service.record import RequestRecord
-from service.tier_times import BatchTime, TierTimes
 from service.tokens import Embeddings, TokenOptions, read_tokens
-from service.transport import GroupLost, WorkerGroup
+from service.transport import WorkerGroup
 from service.unpack import Route
 from service.version import installed_version
-from service.waiting import first_of, off_loop
+from service.waiting import off_loop
 from tp import wire
 from tp.settings import LimitSettings, Settings
 from tp.slab import Slab, SlabLayout
@@ -51,11 +47,7 @@ Result = TypeVar("Result")
 State = Literal["loading", "ready", "draining", "failed"]
 _Place = tuple[int, str]  # an item of a request, by its index, and what names a part of it: "" or ".frames[1]"
 
-_BATCHES_IN_FLIGHT = {"cpu": 1, "cuda": 2}  # where the device computes on its own, ranks start the second one meanwhile
 _ABANDON_TIMEOUT_S = 2.0  # for requests that are cancelled to end
-_GONE_TIMEOUT_S = 2.0  # ranks that are killed are gone in milliseconds
-_HANG_FACTOR = 10.0  # a batch that takes so many times what the measured rate says hangs,
-_HANG_FLOOR_S = 30.0  # but none is called hung before
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +92,6 @@ class Engine:
         self.ready = asyncio.Event()  # a group was ready at least once
         self._on_progress = on_progress
         self._batcher = Batcher(settings.capacity.max_patches_per_image)
-        self._modes = ModeChooser(spec, settings.parallel.tensor)
-        self._tier_times = TierTimes(settings.capacity.patch_capacities)
 
     @property
     def state(self) -> State:
@@ -277,7 +267,7 @@ class Engine:
         ]
         plan = self.plan.as_dict()
         for tier in plan["tiers"]:
-            measured = self._tier_times.measured(tier["patches"])
+            measured = self._dispatcher.tier_times.measured(tier["patches"])
             tier["measured"] = None if measured is None else asdict(measured)
             graphed = max(ranks[0]["graph_tiers"], default=0) if ranks else None
             tier["execution"] = None if graphed is None else "graph" if tier["patches"] <= graphed else "eager"
@@ -299,56 +289,8 @@ class Engine:
         self.plan = self._make_plan()
         self.admission.limits = settings.limits
         self.cache.resize(settings.cache.max_bytes)
-        self._batcher.max_patches = settings.capacity.max_patches_per_image
-        self._tier_times = self._tier_times.under(settings.capacity.patch_capacities)
+        self._dispatcher.take_over(settings)
         self.metrics.note_tiers(settings.capacity.patch_capacities)
-
-    async def dispatch(self, group: WorkerGroup, turn: asyncio.Lock) -> None:
-        """Feed one batch after another to a group, and settle them, until the group is lost.
-
-        Where several do, whoever has the `turn` decides what comes next.
-        """
-        while not group.lost.is_set():
-            async with turn:
-                batch = await self._next_batch(group)
-                if batch is not None and batch.is_suspect:
-                    await self._run(batch, group)
-                    continue
-            if batch is not None:
-                await self._run(batch, group)
-
-    async def _next_batch(self, group: WorkerGroup) -> PackedBatch | None:
-        """The next batch, once there is one that the group may run now; None when the group is lost."""
-        await first_of(self._batcher.wait_for_entries(), group.lost.wait())
-        if self._batcher.is_next_suspect:
-            await first_of(group.idle.wait(), group.lost.wait())
-        return None if group.lost.is_set() else self._batcher.take()
-
-    async def _run(self, batch: PackedBatch, group: WorkerGroup) -> None:
-        """Have it encoded and settle it, or bury the group and give the batch back."""
-        timeout_s = self._batch_timeout_s(batch)
-        choice = self._modes.choose(batch.costs)
-        try:
-            answer = await group.encode(batch.as_message(choice.mode), timeout_s)
-        except (GroupLost, TimeoutError) as error:
-            group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs", loss="hung")
-            lost_with = [*batch.entries[0].lost_with, group.incarnation]
-            if len(lost_with) >= MAX_LOSSES:
-                self._groups.excuse(lost_with)
-            await first_of(group.gone.wait(), asyncio.sleep(_GONE_TIMEOUT_S))
-            if not group.gone.is_set():
-                await self._leave_rows(batch, group)
-            self._batcher.give_back(batch, group.incarnation)
-            return
-        replies = answer.replies
-        self._groups.note_work()
-        workers_s = max(reply.forward_s + reply.all_gather_s for reply in replies)
-        self.admission.note_batch(batch.cost, workers_s)
-        self._modes.note(choice.mode, batch.costs, workers_s)
-        self._tier_times.note(BatchTime(batch.num_patches, len(batch.entries), workers_s))
-        plans = [entry.plan for entry in batch.entries]
-        self.metrics.note_batch(plans, replies, group=group.index, choice=choice)
-        self._batcher.settle(batch, replies, choice.mode, began_at=answer.began_at)
 
     async def start(self) -> None:
         """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded.
@@ -367,9 +309,18 @@ class Engine:
             self.settings,
             self.spec,
             self.slab,
-            on_ready=self._start_dispatching,
+            on_ready=self._note_ready,
             on_lost=lambda group: self.metrics.note_loss(group.index, group.loss),
             on_progress=self._on_progress,
+        )
+        self._dispatcher = Dispatcher(
+            self.settings,
+            self.spec,
+            self.slab,
+            batcher=self._batcher,
+            groups=self._groups,
+            admission=self.admission,
+            metrics=self.metrics,
         )
         self.failure.add_done_callback(self._fail_waiting)
         await self._groups.start()
@@ -473,22 +424,7 @@ class Engine:
             return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s")
         return _late(limit_s)
 
-    async def _leave_rows(self, batch: PackedBatch, group: WorkerGroup) -> None:
-        """Move a lost batch to other rows. Its ranks are not ours to end, and may still write to these some day."""
-        left = []
-        for entry in batch.entries:
-            old = entry.rows.move() if entry.is_wanted else None
-            if old is not None:
-                await asyncio.to_thread(np.copyto, self.slab.pixels(entry.rows.run), self.slab.pixels(old.run))
-            else:
-                old = entry.rows
-                old.hold()
-                if entry.is_wanted:
-                    entry.future.set_exception(WorkersLost("a worker group was lost"))
-            left.append(old)
-        self._groups.spawn(_release_when(group.gone, left))
-
-    def _start_dispatching(self, group: WorkerGroup) -> None:
+    def _note_ready(self, group: WorkerGroup) -> None:
         for number, ready in sorted(group.readiness.items()):
             log.info(
                 "group %d rank %d on %s: weights %d bytes planned, %d loaded; slab %d planned, %d mapped; "
@@ -496,21 +432,8 @@ class Engine:
                 *(group.index, number, ready.device, self.plan.weights_bytes, ready.weights_bytes),
                 *(self.plan.slab_bytes, ready.slab_bytes, self.plan.scratch_bytes, ready.resident_bytes),
             )
-        self._modes.learn(group.readiness[0].timings)
-        slowest_s = max(ready.warm_up_s for ready in group.readiness.values())
-        warm_up_patches = group.readiness[0].warm_up_patches
-        self._tier_times.note(BatchTime(warm_up_patches, 1, slowest_s))
-        self.admission.note_warm_up(self.spec.cost(warm_up_patches), slowest_s)
+        self._dispatcher.start(group)
         self.ready.set()
-        device = group.readiness[0].device.partition(":")[0]
-        turn = asyncio.Lock()
-        for _ in range(_BATCHES_IN_FLIGHT[device]):
-            self._groups.spawn(self.dispatch(group, turn))
-
-    def _batch_timeout_s(self, batch: PackedBatch) -> float:
-        limit_s = self.settings.limits.batch_timeout_s
-        expected_s = self.admission.expected_batch_s(batch.cost)
-        return limit_s if expected_s is None else min(limit_s, max(_HANG_FLOOR_S, _HANG_FACTOR * expected_s))
 
     def _read_state(self) -> ServiceState:
         groups = self._groups
@@ -548,12 +471,6 @@ class Engine:
                 state, "it failed"
             )
             raise NotReady(reason)
-
-
-async def _release_when(event: asyncio.Event, held: Sequence[Rows]) -> None:
-    await event.wait()
-    for rows in held:
-        rows.release()
 
 
 def _late(limit_s: float) -> DeadlineExceeded:

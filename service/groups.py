@@ -1,6 +1,6 @@
 """The worker groups behind this front-end: launched where they are ours, listened to, buried when lost, stopped.
 
-It knows processes and connections, not images: `service.engine` feeds batches to the groups that are ready here.
+It knows processes and connections, not images: `service.dispatch` feeds batches to the groups that are ready here.
 """
 
 import asyncio

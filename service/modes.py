@@ -2,7 +2,7 @@
 
 A mode's time is a line: a + b * cost, where cost is the batch's for "tp" and the most loaded rank's for "dp", in patch
 equivalents (`EncoderSpec.cost`). Ranks time two sizes in both modes before they are ready; every batch after that moves
-its mode's line. Errors count relative to the time taken, and old batches fade. No I/O; called by service/engine.py.
+its mode's line. Errors count relative to the time taken, and old batches fade. No I/O; called by service/dispatch.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """How long batches of each capacity tier really took, over the latest few of each.
 
-A batch belongs to the smallest tier that holds all of its patches. The engine notes every batch, and every group's
-warm-up; GET /v1/capacity shows the result.
+A batch belongs to the smallest tier that holds all of its patches. `service.dispatch` notes every batch, and every
+group's warm-up; GET /v1/capacity shows the result.
 """
 
 import collections

@@ -2,7 +2,7 @@
 
 A `WorkerGroup` is one incarnation of a tensor-parallel group: the connections of its ranks. It is ready once every rank
 said so and lost as soon as any rank hangs up, fails or breaks the protocol; a lost group never comes back, the next
-incarnation is a new object. What to do about a loss is `service.engine`'s business.
+incarnation is a new object. What to do about a loss is `service.dispatch`'s business.
 """
 
 import asyncio

@@ -142,7 +142,7 @@ PATCHES: dict[str, Any] = {}
 if FILE is not None:
     PATCHES["tp.runner"] = spoil_runner
 if "TP_IN_FLIGHT" in os.environ:
-    PATCHES["service.engine"] = lambda module: module._BATCHES_IN_FLIGHT.update(cpu=int(os.environ["TP_IN_FLIGHT"]))
+    PATCHES["service.dispatch"] = lambda module: module._BATCHES_IN_FLIGHT.update(cpu=int(os.environ["TP_IN_FLIGHT"]))
 if "TP_POISON" in os.environ:
     PATCHES |= {"tp.slab": poison_slab, "service.admission": poison_allocator}
 

@@ -11,8 +11,8 @@ import pytest
 from playing import MODEL, join, played_settings
 from running import GOLDEN, until, wait_until
 
+from service import dispatch, waiting
 from service import engine as module
-from service import waiting
 from service.body import Body
 from service.engine import Encoded, EncodeOptions, Engine
 from service.errors import WorkersLost
@@ -80,8 +80,8 @@ class Hung:
 def test_a_hang_in_the_first_batch_is_noticed_by_the_rate_of_the_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_HANG_FLOOR_S", 0.5)
-    monkeypatch.setattr(module, "_GONE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(dispatch, "_HANG_FLOOR_S", 0.5)
+    monkeypatch.setattr(dispatch, "_GONE_TIMEOUT_S", 0.2)
     hung = Hung()
 
     async def use(engine: Engine, settings: Settings) -> None:
@@ -97,7 +97,7 @@ def test_a_hang_in_the_first_batch_is_noticed_by_the_rate_of_the_warm_up(
 def test_what_a_stopped_rank_elsewhere_had_runs_again_in_other_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GONE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(dispatch, "_GONE_TIMEOUT_S", 0.2)
     hung = Hung()
     again: list[wire.Message] = []
 
@@ -122,7 +122,7 @@ def test_what_a_stopped_rank_elsewhere_had_runs_again_in_other_rows(
 def test_what_was_in_flight_at_a_loss_runs_again_with_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module._BATCHES_IN_FLIGHT, "cpu", 2)
+    monkeypatch.setitem(dispatch._BATCHES_IN_FLIGHT, "cpu", 2)
     engines: list[Engine] = []
     seen: list[int] = []
 
@@ -152,7 +152,7 @@ def test_what_was_in_flight_at_a_loss_runs_again_with_nothing_beside_it(
 def test_what_a_stopped_rank_elsewhere_had_is_told_so_where_no_rows_are_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GONE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(dispatch, "_GONE_TIMEOUT_S", 0.2)
     hung = Hung()
 
     async def use(engine: Engine, settings: Settings) -> None:
@@ -167,7 +167,7 @@ def test_what_a_stopped_rank_elsewhere_had_is_told_so_where_no_rows_are_free(
 def test_who_waits_for_another_request_is_told_too_that_the_group_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GONE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(dispatch, "_GONE_TIMEOUT_S", 0.2)
     hung = Hung()
 
     async def use(engine: Engine, settings: Settings) -> None:
