@@ -15,12 +15,13 @@ from typing import Any, get_args
 
 from rich.console import Console
 
+from service.bench.contenders import Exchange
 from service.bench.front_end import bench_front_end
 from service.bench.http import FORMS, Size, Target, Traffic, bench_http
 from service.bench.report import BenchError, Report
 from service.bench.served import Served
 from service.bench.start import bench_start
-from service.bench.tower import Exchange, bench_tower
+from service.bench.tower import bench_tower
 from service.demo_model import write_demo_model
 from tp.settings import Settings, SettingsError, load_settings
 from tp.spec import ITEMSIZE

@@ -4,86 +4,33 @@
 
 All contenders stay loaded and are run in turn, so that a machine that slows down slows all of them. A run is as many
 forwards as fill `run_s` (the kernel counts CPU in hundredths of a second); a time is the median of its rounds. The
-baseline is one process with all threads and nothing but stock torch. The ranks are `tp.bench.rank`, in torchrun groups
-as a service has them.
+baseline is one process with all threads and nothing but stock torch.
 """
 
 import contextlib
-import math
 import os
-import socket
-import subprocess
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Literal, get_args
+from typing import get_args
 
-from service.bench.report import BenchError, Column, Header, Report, number
+from service.bench.contenders import BASELINE, Exchange, Kind, contenders
+from service.bench.entrants import Entrant, Lap, entered, largest
+from service.bench.report import Column, Header, Report, number
 from service.bench.usage import MAX_REPEATS, Watched, undisturbed, worst
-from service.launcher import rank_environ, torchrun_command
 from service.modes import Choice, ModeChooser
-from tp.bench.messages import Command, Forward, Hello, KernelSet, Products, Ran, Rates, TimeModes, Timings
+from tp.bench.messages import Rates
 from tp.checkpoint import check_tensors, read_vision_tensors
-from tp.modes import Mode, timing_sizes
+from tp.modes import Mode
 from tp.settings import Settings
-from tp.spec import EncoderSpec, check_world_size, read_spec
+from tp.spec import EncoderSpec, read_spec
 
-Exchange = Literal["auto", "gloo", "shared_memory"]
-Kind = tuple[int, int, KernelSet, Exchange, str]  # what `Contender.kind` tells apart
-
-BASELINE = "stock torch"
-_ABLATIONS: dict[str, KernelSet] = {
-    "stock linears": "stock-linears",
-    "stock attention": "stock-attention",
-    "runs of 512": "long-runs",
-    "unpacked keys": "unpacked-keys",
-}
-_IN_FLIGHT = 2  # batches, where one follows the other; makes a difference on a GPU only
 _PROBE_PATCHES = 256
-_QUICK_S = 1.0  # a forward that took less costs nothing to repeat, and on a GPU first ones take a multiple
 _LONG_S = 30.0  # a forward that will take longer is run once, without warm-up,
 _VERY_LONG_S = 300.0  # and beyond this it is not repeated where others disturb it, only marked
 _PRODUCT_SHARE = 0.3  # of a run, for each of a block's four matrix products in every round
-_START_TIMEOUT_S = 600.0
-_POLL_S = 0.5
-_QUIET_PROFILER = {"KINETO_LOG_LEVEL": "99"}  # torch's writes lines of its own to standard error
-_LAST_WORDS_S = 10.0  # for torchrun to say why a rank failed
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One way to run the encoder. `copies` groups each take an equal part of a batch's images."""
-
-    name: str
-    settings: Settings
-    mode: Mode = "tp"
-    copies: int = 1
-    kernels: KernelSet = "fastest"
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of one group."""
-        return self.settings.parallel.tensor
-
-    @property
-    def kind(self) -> Kind:
-        """The same of both modes of one group."""
-        parallel = self.settings.parallel
-        return self.world_size, self.copies, self.kernels, parallel.exchange, parallel.cuda_graphs
-
-    @property
-    def images_at_once(self) -> int:
-        """As many as it takes to keep every rank busy."""
-        return self.copies * (self.world_size if self.mode == "dp" else 1)
-
-    def takes(self, patches: Sequence[int]) -> bool:
-        """Whether the batch can be shared out: over groups that know nothing of each other, in equal parts only."""
-        is_equal = len(patches) % self.copies == 0 and len(set(patches)) == 1
-        return len(patches) >= self.images_at_once and (self.copies == 1 or is_equal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,46 +138,6 @@ _NOTES = (
 )
 
 
-def contenders(
-    settings: Settings,
-    world_sizes: Sequence[int],
-    exchanges: Sequence[Exchange],
-    num_cores: int,
-    *,
-    has_many_images: bool,
-    has_graphs: bool = False,
-    ablates: bool = False,
-) -> list[Contender]:
-    """The ways to compare, the baseline first. Raises SpecError for a world size that the heads do not allow.
-
-    For batches of many images there is data parallelism too, and what it has to reach: as many processes as it has
-    ranks, each on its own. `has_graphs`: ranks with CUDA graphs too. `ablates`: one rank with one improvement left out,
-    for each of them.
-    """
-    spec = _spec_of(settings)
-    found = [Contender(BASELINE, _with(settings, 1, num_cores), kernels="stock")]
-    for size in world_sizes:
-        check_world_size(spec, size)
-        threads = num_cores // size
-        if size == 1:
-            found.append(Contender("1 rank", _with(settings, 1, threads)))
-            if has_graphs:
-                found.append(Contender("1 rank, graphs", _with(settings, 1, threads, cuda_graphs="on")))
-            for what, kernels in _ABLATIONS.items() if ablates else ():
-                found.append(Contender(f"1 rank, {what}", _with(settings, 1, threads), kernels=kernels))
-            continue
-        for exchange in exchanges:
-            suffix = "" if exchange == "auto" else f", {exchange}"
-            found.append(Contender(f"{size} ranks{suffix}", _with(settings, size, threads, exchange=exchange)))
-        if has_graphs:
-            found.append(Contender(f"{size} ranks, graphs", _with(settings, size, threads, cuda_graphs="on")))
-        if has_many_images:
-            full = _with(settings, size, threads, resident="full", exchange=exchanges[0])
-            found.append(Contender(f"{size} ranks, data-parallel", full, mode="dp"))
-            found.append(Contender(f"{size} processes", _with(settings, 1, threads, groups=size), copies=size))
-    return found
-
-
 def bench_tower(
     settings: Settings,
     batches: Sequence[Sequence[int]],
@@ -249,21 +156,21 @@ def bench_tower(
     Raises SpecError, CheckpointError, or BenchError when a rank cannot be started or ends.
     """
     header = Header.of_this_machine()
-    spec = _spec_of(settings)
-    assert settings.model.path is not None
+    assert settings.model.path is not None, "the command names a folder"
+    spec = read_spec(settings.model.path)
     check_tensors(spec, read_vision_tensors(settings.model.path, spec))
     with contextlib.ExitStack() as stack:
         entrants = []
         num_cores, has_many_images = len(os.sched_getaffinity(0)), any(len(patches) > 1 for patches in batches)
         entries = contenders(
-            *(settings, world_sizes, exchanges, num_cores),
+            *(settings, spec, world_sizes, exchanges, num_cores),
             has_many_images=has_many_images,
             has_graphs=has_graphs,
             ablates=ablates,
         )
         for contender in entries:
             on_step(f"starting {contender.name}")
-            entrants.append(stack.enter_context(_entered(contender)))
+            entrants.append(stack.enter_context(entered(contender)))
         choosers = {}
         for entrant in entrants:
             if entrant.contender.mode == "dp":
@@ -293,7 +200,7 @@ class Race:
     def __init__(
         self,
         spec: EncoderSpec,
-        entrants: Sequence["Entrant"],
+        entrants: Sequence[Entrant],
         choosers: Mapping[Kind, ModeChooser],
         *,
         rounds: int,
@@ -345,7 +252,7 @@ class Race:
         rows = []
         for result in self._results:
             first = firsts.setdefault(result.name, result)
-            rows.append(result.row(first, baselines.get(tuple(result.patches)), self._choice(result)))
+            rows.append(result.row(self._spec, first, baselines.get(tuple(result.patches)), self._choice(result)))
         return rows
 
     def _choice(self, result: "_Result") -> Choice | None:
@@ -361,19 +268,10 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
-    """One run of one contender: seconds of a forward, and the growth of its largest rank."""
-
-    seconds: float
-    num_forwards: int
-    peak_growth_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
     """All laps of one contender on one batch, and the matrix products between them."""
 
-    entrant: "Entrant"
+    entrant: Entrant
     patches: Sequence[int]
     flops: int
     laps: Sequence[Watched[Lap]]
@@ -388,7 +286,7 @@ class _Result:
     def seconds(self) -> float:
         return median(lap.result.seconds for lap in self.laps)
 
-    def row(self, first: "_Result", baseline_s: float | None, choice: Choice | None) -> Row:
+    def row(self, spec: EncoderSpec, first: "_Result", baseline_s: float | None, choice: Choice | None) -> Row:
         contender = self.entrant.contender
         hellos = [rank.hello for rank in self.entrant.ranks]
         seconds = [lap.result.seconds for lap in self.laps]
@@ -403,7 +301,7 @@ class _Result:
             attention=hellos[0].attention,
             collectives=hellos[0].collectives,
             mode=contender.mode,
-            dtype=contender.settings.compute_dtype(_spec_of(contender.settings)),
+            dtype=contender.settings.compute_dtype(spec),
             num_images=len(self.patches),
             patches=max(self.patches),
             seconds=self.seconds,
@@ -422,157 +320,11 @@ class _Result:
             chooser_s=None if choice is None else choice.predicted_s[contender.mode],
             is_chosen=choice is not None and choice.mode == contender.mode,
             weights_bytes=max(hello.weights_bytes for hello in hellos),
-            peak_growth_bytes=_largest(growths),
+            peak_growth_bytes=largest(growths),
             torch_peak_bytes=None if self.is_long else self.entrant.count_tensors(self.patches),
             others_share=worst(self.laps).others_share,
             is_disturbed=worst(self.laps).is_disturbed,
         )
-
-
-class Entrant:
-    """A contender whose ranks are loaded and wait. `rate` is its latest, in FLOP/s."""
-
-    def __init__(self, contender: Contender, groups: Sequence[Sequence["_Rank"]]) -> None:
-        self.contender = contender
-        self.ranks = [rank for group in groups for rank in group]
-        self.rate = 0.0
-        self._groups = groups
-
-    @property
-    def num_gpus(self) -> int:
-        """One a rank; on CPU all share the cores, which count once."""
-        return 1 if self.ranks[0].hello.device == "CPU" else len(self.ranks)
-
-    def warm_up(self, patches: Sequence[int], flops: int) -> None:
-        """Run the batch once, for its rate; where that was quick once more, as the first one set things up."""
-        span_s = _span_s(self._forward(patches))
-        if span_s < _QUICK_S:
-            span_s = _span_s(self._forward(patches))
-        self.rate = flops / span_s
-
-    def lap(self, patches: Sequence[int], flops: int, run_s: float) -> Lap:
-        """Run the batch as often as fills `run_s`: a lone image for what it takes, several as under load."""
-        times = math.ceil(run_s * self.rate / flops)
-        ran = self._forward(patches, times=times, in_flight=1 if len(patches) == 1 else _IN_FLIGHT)
-        held = [rank.hello.resident_bytes for rank in self.ranks]
-        growths = [
-            None if one.peak_bytes is None else one.peak_bytes - before for one, before in zip(ran, held, strict=True)
-        ]
-        return Lap(_span_s(ran) / times, times, _largest(growths))
-
-    def count_tensors(self, patches: Sequence[int]) -> int | None:
-        """The most bytes of tensors that a rank holds beside its weights."""
-        return _largest([ran.torch_peak_bytes for ran in self._forward(patches, counts_memory=True)])
-
-    def multiply(self, patches: int, seconds: float) -> Rates:
-        """A block's matrix products in the first rank, each for so long."""
-        rank = self.ranks[0]
-        rank.send(Products(patches=patches, seconds=seconds))
-        return Rates.model_validate_json(rank.receive())
-
-    def fit_chooser(self, spec: EncoderSpec) -> ModeChooser:
-        """A mode chooser, as a service has it when its ranks are ready and no batch was run."""
-        chooser = ModeChooser(spec, self.contender.world_size)
-        smallest_tier = self.contender.settings.capacity.patch_capacities[0]
-        for rank in self.ranks:
-            rank.send(TimeModes(sizes=timing_sizes(smallest_tier)))
-        answers = [Timings.model_validate_json(rank.receive()) for rank in self.ranks]
-        chooser.learn(answers[0].timings)  # as the engine does
-        return chooser
-
-    def _forward(
-        self, patches: Sequence[int], *, times: int = 1, in_flight: int = 1, counts_memory: bool = False
-    ) -> list[Ran]:
-        """Run the batch on all copies at once; what each rank says."""
-        size, mode = len(patches) // len(self._groups), self.contender.mode
-        for index, group in enumerate(self._groups):
-            part = tuple(patches[index * size : (index + 1) * size])
-            command = Forward(patches=part, mode=mode, times=times, in_flight=in_flight, counts_memory=counts_memory)
-            for rank in group:
-                rank.send(command)
-        return [Ran.model_validate_json(rank.receive()) for rank in self.ranks]
-
-
-class _Rank:
-    """Our end of the socket to one rank."""
-
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self._name = name
-        self._lines = connection.makefile("rw")
-        self.hello = Hello.model_validate_json(self.receive())
-
-    def send(self, command: Command) -> None:
-        try:
-            print(command.model_dump_json(), file=self._lines, flush=True)
-        except OSError as error:
-            raise BenchError(f"a rank of {self._name} is gone") from error
-
-    def receive(self) -> str:
-        line = self._lines.readline()
-        if not line:
-            raise BenchError(f"a rank of {self._name} ended")
-        return line
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-@contextlib.contextmanager
-def _entered(contender: Contender) -> Iterator[Entrant]:
-    """Start the contender's groups; end them afterwards. Raises BenchError when one does not start."""
-    with contextlib.ExitStack() as stack:
-        groups = [stack.enter_context(_started(contender, index)) for index in range(contender.copies)]
-        yield Entrant(contender, groups)
-
-
-@contextlib.contextmanager
-def _started(contender: Contender, group: int) -> Iterator[list[_Rank]]:
-    """One torchrun group, with the ranks in their order."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpvision-bench-")))
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(str(folder / "socket"))
-        listener.listen()
-        flags = ["--socket", str(folder / "socket"), "--kernels", contender.kernels]
-        command = torchrun_command(contender.settings, folder, "tp.bench.rank", *flags)
-        environ = {**rank_environ(contender.settings, group), **_QUIET_PROFILER}
-        process = stack.enter_context(_running(command, environ))
-        ranks = []
-        for _ in range(contender.world_size):
-            connection = stack.enter_context(_accept(listener, process, contender.name))
-            ranks.append(_Rank(connection, contender.name))
-            stack.callback(ranks[-1].close)
-        yield sorted(ranks, key=lambda rank: rank.hello.rank)
-
-
-@contextlib.contextmanager
-def _running(command: Sequence[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has its sockets closed by then, and so ends by itself; or is ended."""
-    process = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        yield process
-    except KeyboardInterrupt:
-        process.kill()
-        raise
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LAST_WORDS_S)
-        process.kill()  # its ranks die with it
-        process.wait()
-
-
-def _accept(listener: socket.socket, process: subprocess.Popen[bytes], name: str) -> socket.socket:
-    listener.settimeout(_POLL_S)
-    for _ in range(round(_START_TIMEOUT_S / _POLL_S)):
-        with contextlib.suppress(TimeoutError):
-            connection, _ = listener.accept()
-            connection.setblocking(True)
-            return connection
-        if process.poll() is not None:
-            raise BenchError(f"{name} did not start: torchrun ended with status {process.returncode}")
-    raise BenchError(f"{name} did not start within {_START_TIMEOUT_S:g} s")
 
 
 def _chooser_note(rows: Sequence[Row]) -> list[str]:
@@ -589,33 +341,3 @@ def _chooser_note(rows: Sequence[Row]) -> list[str]:
     if not losses:
         return []
     return [f"the chosen mode took at most {max(losses):.1%} longer than the better one, over {len(losses)} batch(es)"]
-
-
-def _span_s(ran: Sequence[Ran]) -> float:
-    """From the first rank's start to the last one's end."""
-    return max(one.ended_s for one in ran) - min(one.started_s for one in ran)
-
-
-def _largest(sizes: Sequence[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return max(known, default=None)
-
-
-def _spec_of(settings: Settings) -> EncoderSpec:
-    assert settings.model.path is not None, "the command names a folder"
-    return read_spec(settings.model.path)
-
-
-def _with(settings: Settings, world_size: int, threads: int, **changes: str | int) -> Settings:
-    """For one group of so many ranks, each with so many threads."""
-    parallel = {
-        "tensor": world_size,
-        "groups": 1,
-        "workers": "managed",
-        "socket": None,
-        "threads": max(1, threads),
-        "resident": "shard",
-        "cuda_graphs": "off",
-        **changes,
-    }
-    return settings.model_copy(update={"parallel": settings.parallel.model_copy(update=parallel)})

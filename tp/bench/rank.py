@@ -1,7 +1,7 @@
 """One rank of a benchmark: loads its encoder once, then runs what it is told, alone or with its group.
 
-`service.bench.tower` starts it with torchrun, one group a contender, and keeps all of them loaded: a rank waits for its
-next command in a socket and takes no CPU meanwhile. It runs the same `Runner` as a rank that serves.
+`service.bench.entrants` starts it with torchrun, one group a contender, and keeps all of them loaded: a rank waits for
+its next command in a socket and takes no CPU meanwhile. It runs the same `Runner` as a rank that serves.
 """
 
 import argparse
