@@ -39,13 +39,14 @@ from service.plan import plan_capacity, render
 from service.reference import ReferenceFileError
 from service.server import EXIT_FAILED, ServeError, serve
 from service.transport import ControlSocketError
+from service.version import installed_version
 from service.waiting import within
 from service.worker_host import host_workers
 from tp.checkpoint import CheckpointError, check_dtype, check_tensors, read_vision_tensors
 from tp.memory import MemoryShortError
 from tp.settings import LoadedSettings, Settings, SettingsError, known_names, load_settings, near_misses
 from tp.slab import SlabError
-from tp.spec import PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, model_note, read_spec
+from tp.spec import ITEMSIZE, PUBLISHED_K3, EncoderSpec, SpecError, check_world_size, model_note, read_spec
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -418,10 +419,12 @@ def _load(arguments: argparse.Namespace) -> LoadedSettings:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tpvision", description="Images to the merged vision tokens of MoonViT encoders, over HTTP."
+        prog="tpvision", description="images to the merged vision tokens of MoonViT encoders, over HTTP"
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = _settings_flags()
+    of_ranks = _rank_flags()
+    shared = _settings_flags(of_ranks)
     _add(commands, "serve", run_serve, shared)
     worker = _add(commands, "worker", run_worker, shared)
     worker.add_argument("--group", type=int, default=0, help="which of the front-end's groups this is (default 0)")
@@ -434,14 +437,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in (fetcher, extractor):
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_embed(commands, shared)
-    _add_check(commands)
+    _add_check(commands, of_ranks)
     add_bench(commands)
     planner = _add(commands, "plan", run_plan, shared)
     planner.add_argument("--json", action="store_true", help="machine-readable")
-    config = commands.add_parser("config", help="the settings in force").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    _add(config, "show", run_config_show, shared)
+    summary = "the settings in force"
+    config = commands.add_parser("config", help=summary, description=summary)
+    _add(config.add_subparsers(required=True, metavar="COMMAND"), "show", run_config_show, shared)
     _add(commands, "openapi", run_openapi, shared)
     return parser
 
@@ -481,26 +483,27 @@ def _add_embed(commands: Any, shared: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_check(commands: Any) -> None:
-    checker = _add(commands, "check", run_check)
+def _add_check(commands: Any, of_ranks: argparse.ArgumentParser) -> None:
+    checker = _add(commands, "check", run_check, of_ranks)
     checker.add_argument("model", type=Path, metavar="MODEL_DIR", help="checkpoint folder")
-    checker.add_argument("--config", type=Path, help="YAML settings file; see configs/")
-    checker.add_argument("--tp", type=int, metavar="N", help="ranks per group; must divide the attention heads")
-    checker.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    checker.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="compute dtype")
     checker.add_argument("--json", action="store_true", help="machine-readable")
     checker.add_argument("--write-reference", type=Path, metavar="FILE", help="store the embeddings in this file")
     checker.add_argument("--against", type=Path, metavar="FILE", help="compare with another installation's embeddings")
 
 
-def _settings_flags() -> argparse.ArgumentParser:
+def _rank_flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config", type=Path, help="YAML settings file; see configs/")
-    parser.add_argument("--model", type=Path, help="checkpoint folder")
     parser.add_argument("--tp", type=int, metavar="N", help="ranks per group; must divide the attention heads")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the ranks compute")
+    parser.add_argument("--dtype", choices=("auto", *ITEMSIZE), help="compute dtype")
+    return parser
+
+
+def _settings_flags(of_ranks: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[of_ranks])
+    parser.add_argument("--model", type=Path, help="checkpoint folder")
     parser.add_argument("--groups", type=int, metavar="N", help="tensor-parallel groups")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="compute dtype")
     parser.add_argument("--host", help="address to bind")
     parser.add_argument("--port", type=int, help="TCP port; 0 picks a free one")
     parser.add_argument("--capacities", metavar="N,N,…", help="capacity tiers in patches, ascending, multiples of 4")
@@ -513,7 +516,7 @@ def _settings_flags() -> argparse.ArgumentParser:
 def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], *parents: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    summary = (run.__doc__ or "").partition(": ")[2]
+    summary = (run.__doc__ or "").partition(": ")[2].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(name, parents=parents, help=summary, description=summary)
     parser.set_defaults(run=run)
     return parser

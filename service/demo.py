@@ -1,7 +1,7 @@
 """`tpvision demo`: the main job on a model that the project makes itself, with no download.
 
 Writes a seeded checkpoint in K3's layout, serves it with tensor-parallel ranks on the CPU, sends it the photograph that
-ships with the project, prints what came back, and stays up.
+ships with the project, prints what came back, and stays up. It downscales pictures that are too large: a phone's are.
 """
 
 import asyncio
@@ -46,6 +46,9 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
                 console.print(f"\nStill serving, in a browser too: {url}/ (end it with Ctrl-C)")
                 console.print("The same again, or with a picture of yours:\n")
                 console.print(f"  curl -s {url}/v1/encode --data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
+                limit = settings.capacity.max_patches_per_image
+                console.print(f"A picture of over {limit:,} patches is downscaled, and its answer says so; ", end="")
+                console.print("`tpvision serve` refuses it unless told otherwise.\n")
 
         return await serve(settings, read_spec(folder), on_ready=on_ready, stop=stop)
 
@@ -55,6 +58,7 @@ def demo_settings(folder: Path, *, port: int, tp: int) -> Settings:
     flags = {
         "model.path": folder,
         "model.name": "demo",
+        "capacity.policy": "downscale",
         "parallel.tensor": tp,
         "parallel.device": "cpu",
         "server.port": port,

@@ -1,8 +1,11 @@
 """The command, as a person runs it: refusals to start, the plan, the demo, and processes that leave nothing behind."""
 
+import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +33,8 @@ from running import (
     wait_until,
 )
 
+from service.cli import _parser
+
 MODEL = GOLDEN / "tiny-k3-f32"
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
 
@@ -39,6 +44,30 @@ def tpvision(*arguments: str, timeout_s: float = 60, **environ: str) -> subproce
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=timeout_s, check=False
     )
+
+
+def commands_of(parser: argparse.ArgumentParser) -> "list[argparse._SubParsersAction[argparse.ArgumentParser]]":
+    return [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+
+
+def all_parsers(top: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """This one, and those of all commands below it."""
+    below = [parser for action in commands_of(top) for parser in action.choices.values()]
+    return [top, *(each for parser in below for each in all_parsers(parser))]
+
+
+@pytest.mark.parametrize("parser", all_parsers(_parser()), ids=lambda parser: parser.prog)
+def test_everything_has_a_help_text_that_ends_without_a_full_stop(parser: argparse.ArgumentParser) -> None:
+    commands = commands_of(parser)
+    listed = [choice for action in commands for choice in action._choices_actions]
+    flags = [action for action in parser._actions if action not in commands]
+    texts = {"": parser.description} | {action.dest: action.help for action in [*flags, *listed]}
+    assert [name for name, text in texts.items() if not text or text.endswith(".")] == []
+
+
+def test_the_version_is_the_installed_one() -> None:
+    ended = tpvision("--version")
+    assert (ended.returncode, ended.stdout) == (0, f"tpvision {importlib.metadata.version('tpvision')}\n")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +176,25 @@ def test_the_demo_makes_a_model_and_embeds_the_photograph(tmp_path: Path) -> Non
     assert "[1610, 128]" in ended.stdout
     assert "forward" in ended.stdout
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+
+
+def test_the_demo_downscales_a_phones_picture_and_says_so() -> None:
+    command = [*COMMAND, "demo", "--port", "0"]
+    environ = {**os.environ, "TPVISION_CAPACITY__PATCH_CAPACITIES": "1024"}  # a small one, for the test's time
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, text=True, **output) as demo:
+        assert demo.stdout is not None
+        url = next(found[1] for line in demo.stdout if (found := re.search(r"in a browser too: (\S+)/ ", line)))
+        assert "over 1,024 patches is downscaled" in next(line for line in demo.stdout if "patches" in line)
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            picture = acceptance_picture(4000, 3000)
+            answer = client.post("/v1/encode?output=pooled", content=picture, headers={"accept": "application/json"})
+            refused = client.post("/v1/encode?oversize=refuse", content=picture)
+        demo.terminate()
+        demo.stdout.read()
+    (image,) = answer.json()["images"]
+    assert (image["downscaled"], image["original_size"], image["tier"]) == (True, [4000, 3000], 1024)
+    assert refused.json()["error"]["code"] == "too_many_patches"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -167,7 +167,7 @@ def _add_start(parts: Any) -> None:
 
 
 def _add(parts: Any, name: str, part: Part) -> argparse.ArgumentParser:
-    summary = (part.__doc__ or "").partition(": ")[2]
+    summary = (part.__doc__ or "").partition(": ")[2].rstrip(".")
     parser: argparse.ArgumentParser = parts.add_parser(name, help=summary, description=summary)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.set_defaults(run=partial(_show, part))
@@ -178,7 +178,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: a demo model, made for it)")
     parser.add_argument("--demo", choices=("tiny", "full"), default="full", help="its size (default full: K3's shape)")
     parser.add_argument("--config", type=Path, help="YAML settings file; see configs/")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the ranks compute")
     parser.add_argument("--dtype", choices=("auto", *ITEMSIZE), help="compute dtype (default: the checkpoint's)")
 
 
