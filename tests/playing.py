@@ -1,19 +1,29 @@
-"""A rank that a thread of the test plays: the front-end behind it is real, needs no torch, and is ready in a second."""
+"""A rank that a thread of the test plays: the front-end behind it is real, needs no torch, and is ready in a second.
 
+The front-end is an engine in the test's own process (`run_engine`) or a whole service (`PlayedService`).
+"""
+
+import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from running import COMMAND, GOLDEN, RunningService
+from running import COMMAND, GOLDEN, RunningService, until
 
+from service.body import Body
+from service.engine import Encoded, EncodeOptions, Engine
+from service.record import RequestRecord
+from service.tokens import TokenOptions
 from tp import wire
 from tp.control import ControlClient
 from tp.settings import Settings, load_settings
 from tp.spec import read_spec
 
 MODEL = GOLDEN / "tiny-k3-f32"
+IMAGE = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
 OnMessage = Callable[[wire.Message], None]
+Use = Callable[[Engine, Settings], Awaitable[None]]
 
 
 def played_settings(folder: Path, environ: dict[str, str]) -> Settings:
@@ -66,6 +76,46 @@ def _play(settings: Settings, incarnation: str, on_message: OnMessage) -> None:
         return  # the front-end is gone
     finally:
         control.close()
+
+
+def run_engine(folder: Path, use: Use, on_message: OnMessage = lambda message: None, **environ: str) -> None:
+    """Run `use` with an engine that is ready, and check that every request was answered and every row is free."""
+
+    async def main() -> None:
+        settings = played_settings(folder, environ)
+        engine = Engine(settings, read_spec(MODEL))
+        await engine.start()
+        try:
+            join(settings, "first", on_message)
+            async with asyncio.timeout(30):
+                await engine.ready.wait()
+                await use(engine, settings)
+                await until(lambda: engine.admission.allocator.num_free == settings.slab_patches)
+            assert engine.requests.counts.accepted == engine.requests.counts.answered
+        finally:
+            await engine.stop()
+
+    asyncio.run(main())
+
+
+async def encode(engine: Engine, num_images: int = 1, record: RequestRecord | None = None) -> Encoded:
+    with Body() as body:
+        body.write(IMAGE)
+        options = EncodeOptions(engine.settings, policy="refuse", tokens=TokenOptions("float32"))
+        return await engine.encode([body.image] * num_images, options, record or RequestRecord())
+
+
+class Hung:
+    """Ranks that hang in their first batch, like a stopped process: they hear nothing and hold on to the slab."""
+
+    def __init__(self) -> None:
+        self.batches: list[wire.Batch] = []
+        self.goes_on = threading.Event()
+
+    def hear(self, message: wire.Message) -> None:
+        assert isinstance(message, wire.Batch)
+        self.batches.append(message)
+        self.goes_on.wait(20)
 
 
 class PlayedService(RunningService):
