@@ -101,13 +101,7 @@ class Dispatcher:
             answer = await group.encode(batch.as_message(choice.mode), timeout_s)
         except (GroupLost, TimeoutError) as error:
             group.mark_lost(str(error) or f"a batch took over {timeout_s:.1f} s: a rank hangs", loss="hung")
-            lost_with = [*batch.entries[0].lost_with, group.incarnation]
-            if len(lost_with) >= MAX_LOSSES:
-                self._groups.excuse(lost_with)
-            await first_of(group.gone.wait(), asyncio.sleep(_GONE_TIMEOUT_S))
-            if not group.gone.is_set():
-                await self._leave_rows(batch, group)
-            self._batcher.give_back(batch, group.incarnation)
+            await self._give_back(batch, group)
             return
         replies = answer.replies
         self._groups.note_work()
@@ -118,6 +112,16 @@ class Dispatcher:
         plans = [entry.plan for entry in batch.entries]
         self._metrics.note_batch(plans, replies, group=group.index, choice=choice)
         self._batcher.settle(batch, replies, choice.mode, began_at=answer.began_at)
+
+    async def _give_back(self, batch: PackedBatch, group: WorkerGroup) -> None:
+        """Have it run again, once nobody of the lost group writes to its rows; twice lost, it is poison."""
+        lost_with = [*batch.entries[0].lost_with, group.incarnation]
+        if len(lost_with) >= MAX_LOSSES:
+            self._groups.excuse(lost_with)
+        await first_of(group.gone.wait(), asyncio.sleep(_GONE_TIMEOUT_S))
+        if not group.gone.is_set():
+            await self._leave_rows(batch, group)
+        self._batcher.give_back(batch, group.incarnation)
 
     async def _leave_rows(self, batch: PackedBatch, group: WorkerGroup) -> None:
         """Move a lost batch to other rows. Its ranks are not ours to end, and may still write to these some day."""
@@ -135,6 +139,7 @@ class Dispatcher:
         self._groups.spawn(_release_when(group.gone, left))
 
     def _batch_timeout_s(self, batch: PackedBatch) -> float:
+        """After which it is called hung."""
         limit_s = self._limits.batch_timeout_s
         expected_s = self._admission.expected_batch_s(batch.cost)
         return limit_s if expected_s is None else min(limit_s, max(_HANG_FLOOR_S, _HANG_FACTOR * expected_s))

@@ -1,9 +1,9 @@
 """The story of one image (`encode`), and the life of everything that it needs.
 
-    encode:   header -> geometry -> admission -> pixels into the slab -> queue -> tokens out of the slab
-              (or, where the content cache is on: tokens that it has, or that others compute, and the rest as above)
+    header -> geometry -> admission -> pixels into the slab -> queue -> tokens out of the slab
+    (or, where the content cache is on: tokens that it has, or that others compute, and the rest as above)
 
-The engine owns the slab, the decode processes and the worker groups. What becomes of the queue is `service.dispatch`.
+The engine owns the slab, the decode processes and the worker groups. `service.dispatch` empties the queue.
 """
 
 import asyncio
@@ -47,6 +47,11 @@ Result = TypeVar("Result")
 State = Literal["loading", "ready", "draining", "failed"]
 _Place = tuple[int, str]  # an item of a request, by its index, and what names a part of it: "" or ".frames[1]"
 
+_NOT_SERVING: dict[State, str] = {
+    "loading": "the workers are loading",
+    "draining": "the service is stopping",
+    "failed": "it failed",
+}
 _ABANDON_TIMEOUT_S = 2.0  # for requests that are cancelled to end
 
 
@@ -70,7 +75,7 @@ class Encoded:
 
 
 class Engine:
-    """Turns images into merged tokens. One per process; built, started and stopped by `service.app`."""
+    """Turns images into merged tokens. One per process, which `service.server` or `service.check` starts and stops."""
 
     def __init__(
         self,
@@ -117,6 +122,12 @@ class Engine:
         """The id that answers carry."""
         assert self.settings.model.path is not None
         return self.settings.model.name or self.settings.model.path.resolve().name
+
+    def check_serving(self) -> None:
+        """Raise NotReady unless requests are taken now."""
+        state = self.state
+        if state != "ready":
+            raise NotReady(_NOT_SERVING[state])
 
     @contextlib.asynccontextmanager
     async def taking(self) -> AsyncIterator[None]:
@@ -215,7 +226,8 @@ class Engine:
             plans, slow = await self._plan(images, options, record)
             record.plans = plans
         self._check(plans, options)
-        with self.admission.admit([plan.patches for plan in plans], cost=self._cost(plans)) as permit:
+        cost = sum(self.spec.cost(plan.patches) for plan in plans)
+        with self.admission.admit([plan.patches for plan in plans], cost=cost) as permit:
             record.is_admitted = True
             with record.stage("decode"):
                 preprocess_s = await self._write_patches(images, plans, permit, options, slow)
@@ -232,126 +244,6 @@ class Engine:
                 ItemTokens(plan, self.slab.tokens(rows.run, plan.grid.num_tokens))
                 for plan, rows in zip(plans, permit.rows, strict=True)
             ]
-
-    async def _answer(
-        self,
-        tokens: Sequence[ItemTokens],
-        options: EncodeOptions,
-        record: RequestRecord,
-        *,
-        is_shared: bool = False,
-    ) -> Encoded:
-        """`is_shared`: the tokens are the cache's, and stay as they are for as long as somebody holds them."""
-        views = [item.values for item in tokens]
-        with record.stage("copy"):
-            embeddings = await off_loop(
-                lambda: read_tokens(views, self.dtype, options.tokens, options.param, is_shared=is_shared),
-                num_bytes=sum(view.nbytes for view in views),
-            )
-        return Encoded(embeddings, [item.plan for item in tokens])
-
-    async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:
-        """The images of a JSON body, read in a decode process; the caller closes the result."""
-        try:
-            async with asyncio.timeout(limits.request_timeout_s):
-                return await self._decoders.unpack(body, route, limits, max_frames=self.spec.pos_emb_time)
-        except TimeoutError:
-            raise _late(limits.request_timeout_s) from None
-
-    def describe_capacity(self) -> dict[str, Any]:
-        """The plan in force, what tiers really take and ranks really hold, and what is in flight."""
-        ranks = [
-            {"group": group.index, "rank": number, **ready.model_dump()}
-            for group in self._groups.ready
-            for number, ready in sorted(group.readiness.items())
-        ]
-        plan = self.plan.as_dict()
-        for tier in plan["tiers"]:
-            measured = self._dispatcher.tier_times.measured(tier["patches"])
-            tier["measured"] = None if measured is None else asdict(measured)
-            graphed = max(ranks[0]["graph_tiers"], default=0) if ranks else None
-            tier["execution"] = None if graphed is None else "graph" if tier["patches"] <= graphed else "eager"
-        in_flight = {
-            "free_patches": self.admission.allocator.num_free,
-            "queued_images": len(self._batcher),
-            "queued_s": self.admission.expected_wait_s(),
-            "bytes": self.admission.bytes_in_flight,
-        }
-        counts = self.requests.counts
-        requests = {**asdict(counts), "in_flight": counts.in_flight}
-        limit = {"largest_tier_without_restart": self.started_with.capacity.max_patches_per_image}
-        image = self.settings.image.model_dump(include={"orientation", "gray16"})
-        return {**plan, **limit, "image": image, "ranks": ranks, "in_flight": in_flight, "requests": requests}
-
-    def take_over(self, settings: Settings) -> None:
-        """Let other settings be in force for requests that come from now on. `service.reload` says which may differ."""
-        self.settings = settings
-        self.plan = self._make_plan()
-        self.admission.limits = settings.limits
-        self.cache.resize(settings.cache.max_bytes)
-        self._dispatcher.take_over(settings)
-        self.metrics.note_tiers(settings.capacity.patch_capacities)
-
-    async def start(self) -> None:
-        """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded.
-
-        Raises MemoryShortError before any of it where this machine has no room for the tiers.
-        """
-        check_host(self.spec, self.settings, side="all" if self.settings.parallel.workers == "managed" else "front-end")
-        self.plan = self._make_plan()
-        for sentence in sentences(self.plan):
-            log.info("%s", sentence)
-        self.slab = Slab.create(self.layout)
-        log.info("slab: %d patches, %d bytes, allocated and touched", self.layout.num_patches, self.layout.total_bytes)
-        self._decoders = DecoderPool(self.spec.processor, self.settings, self.slab)
-        await self._decoders.start()
-        self._groups = WorkerGroups(
-            self.settings,
-            self.spec,
-            self.slab,
-            on_ready=self._note_ready,
-            on_lost=lambda group: self.metrics.note_loss(group.index, group.loss),
-            on_progress=self._on_progress,
-        )
-        self._dispatcher = Dispatcher(
-            self.settings,
-            self.spec,
-            self.slab,
-            batcher=self._batcher,
-            groups=self._groups,
-            admission=self.admission,
-            metrics=self.metrics,
-        )
-        self.failure.add_done_callback(self._fail_waiting)
-        await self._groups.start()
-
-    async def drain(self) -> None:
-        """Take nothing new; wait for what was accepted, up to the drain limit."""
-        self.requests.close()
-        await self.requests.drained(self.settings.limits.drain_timeout_s)
-
-    async def abandon(self) -> None:
-        """Answer what is still in flight with 503: the drain is over. Returns when that is done, or soon."""
-        self.requests.abandon()
-        await (
-            self._decoders.stop()
-        )  # a decode keeps its request's cancellation back until its process is done, or ended
-        await self.requests.drained(_ABANDON_TIMEOUT_S)
-
-    async def stop(self, now: asyncio.Event | None = None) -> None:
-        """End everything, in the order in which nobody is left writing to what is taken away.
-
-        Once `now` is set, it does not wait for the ranks to end by themselves.
-        """
-        self.requests.close()
-        self._batcher.fail_all(stopping)
-        await self._groups.stop(now or asyncio.Event())
-        await self._decoders.stop()
-        self.slab.close()
-
-    def _make_plan(self) -> CapacityPlan:
-        num_cores = len(os.sched_getaffinity(0))
-        return plan_capacity(self.spec, self.settings, num_cores=num_cores, slab_patches=self.layout.num_patches)
 
     async def _plan(
         self, images: Sequence[Item], options: EncodeOptions, record: RequestRecord
@@ -415,14 +307,104 @@ class Engine:
             for plan, rows in zip(plans, permit.rows, strict=True)
         ]
 
-    def _cost(self, plans: Sequence[ImagePlan]) -> float:
-        return sum(self.spec.cost(plan.patches) for plan in plans)
-
     def _too_late(self, entries: Sequence[Entry], limit_s: float) -> ServiceError:
         """Of a request that waited for others' entries, it is only known whether there is a group now."""
         if any(entry.num_losses for entry in entries) or self.state == "loading":
             return WorkersLost(f"the worker group was lost and not back within {limit_s:g} s")
         return _late(limit_s)
+
+    async def _answer(
+        self,
+        tokens: Sequence[ItemTokens],
+        options: EncodeOptions,
+        record: RequestRecord,
+        *,
+        is_shared: bool = False,
+    ) -> Encoded:
+        """`is_shared`: the tokens are the cache's, and stay as they are for as long as somebody holds them."""
+        views = [item.values for item in tokens]
+        with record.stage("copy"):
+            embeddings = await off_loop(
+                lambda: read_tokens(views, self.dtype, options.tokens, options.param, is_shared=is_shared),
+                num_bytes=sum(view.nbytes for view in views),
+            )
+        return Encoded(embeddings, [item.plan for item in tokens])
+
+    async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:
+        """The images of a JSON body, read in a decode process; the caller closes the result."""
+        try:
+            async with asyncio.timeout(limits.request_timeout_s):
+                return await self._decoders.unpack(body, route, limits, max_frames=self.spec.pos_emb_time)
+        except TimeoutError:
+            raise _late(limits.request_timeout_s) from None
+
+    def take_over(self, settings: Settings) -> None:
+        """Let other settings be in force for requests that come from now on. `service.reload` says which may differ."""
+        self.settings = settings
+        self.plan = self._make_plan()
+        self.admission.limits = settings.limits
+        self.cache.resize(settings.cache.max_bytes)
+        self._dispatcher.take_over(settings)
+        self.metrics.note_tiers(settings.capacity.patch_capacities)
+
+    async def start(self) -> None:
+        """Make slab, decode processes and control socket, and launch the groups. Returns before they are loaded.
+
+        Raises MemoryShortError before any of it where this machine has no room for the tiers.
+        """
+        check_host(self.spec, self.settings, side="all" if self.settings.parallel.workers == "managed" else "front-end")
+        self.plan = self._make_plan()
+        for sentence in sentences(self.plan):
+            log.info("%s", sentence)
+        self.slab = Slab.create(self.layout)
+        log.info("slab: %d patches, %d bytes, allocated and touched", self.layout.num_patches, self.layout.total_bytes)
+        self._decoders = DecoderPool(self.spec.processor, self.settings, self.slab)
+        await self._decoders.start()
+        self._groups = WorkerGroups(
+            self.settings,
+            self.spec,
+            self.slab,
+            on_ready=self._note_ready,
+            on_lost=lambda group: self.metrics.note_loss(group.index, group.loss),
+            on_progress=self._on_progress,
+        )
+        self._dispatcher = Dispatcher(
+            self.settings,
+            self.spec,
+            self.slab,
+            batcher=self._batcher,
+            groups=self._groups,
+            admission=self.admission,
+            metrics=self.metrics,
+        )
+        self.failure.add_done_callback(self._fail_waiting)
+        await self._groups.start()
+
+    async def drain(self) -> None:
+        """Take nothing new; wait for what was accepted, up to the drain limit."""
+        self.requests.close()
+        await self.requests.drained(self.settings.limits.drain_timeout_s)
+
+    async def abandon(self) -> None:
+        """Answer what is still in flight with 503: the drain is over. Returns when that is done, or soon."""
+        self.requests.abandon()
+        await self._decoders.stop()  # a decode keeps its request's cancellation back until its process is done or ended
+        await self.requests.drained(_ABANDON_TIMEOUT_S)
+
+    async def stop(self, now: asyncio.Event | None = None) -> None:
+        """End everything, in the order in which nobody is left writing to what is taken away.
+
+        Once `now` is set, it does not wait for the ranks to end by themselves.
+        """
+        self.requests.close()
+        self._batcher.fail_all(stopping)
+        await self._groups.stop(now or asyncio.Event())
+        await self._decoders.stop()
+        self.slab.close()
+
+    def _make_plan(self) -> CapacityPlan:
+        num_cores = len(os.sched_getaffinity(0))
+        return plan_capacity(self.spec, self.settings, num_cores=num_cores, slab_patches=self.layout.num_patches)
 
     def _note_ready(self, group: WorkerGroup) -> None:
         for number, ready in sorted(group.readiness.items()):
@@ -434,6 +416,34 @@ class Engine:
             )
         self._dispatcher.start(group)
         self.ready.set()
+
+    def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
+        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good"))
+
+    def describe_capacity(self) -> dict[str, Any]:
+        """The plan in force, what tiers really take and ranks really hold, and what is in flight."""
+        ranks = [
+            {"group": group.index, "rank": number, **ready.model_dump()}
+            for group in self._groups.ready
+            for number, ready in sorted(group.readiness.items())
+        ]
+        plan = self.plan.as_dict()
+        for tier in plan["tiers"]:
+            measured = self._dispatcher.tier_times.measured(tier["patches"])
+            tier["measured"] = None if measured is None else asdict(measured)
+            graphed = max(ranks[0]["graph_tiers"], default=0) if ranks else None
+            tier["execution"] = None if graphed is None else "graph" if tier["patches"] <= graphed else "eager"
+        in_flight = {
+            "free_patches": self.admission.allocator.num_free,
+            "queued_images": len(self._batcher),
+            "queued_s": self.admission.expected_wait_s(),
+            "bytes": self.admission.bytes_in_flight,
+        }
+        counts = self.requests.counts
+        requests = {**asdict(counts), "in_flight": counts.in_flight}
+        limit = {"largest_tier_without_restart": self.started_with.capacity.max_patches_per_image}
+        image = self.settings.image.model_dump(include={"orientation", "gray16"})
+        return {**plan, **limit, "image": image, "ranks": ranks, "in_flight": in_flight, "requests": requests}
 
     def _read_state(self) -> ServiceState:
         groups = self._groups
@@ -459,18 +469,6 @@ class Engine:
             group_state={(str(i), each): each == now for i, now in groups.states.items() for each in GROUP_STATES},
             group_restarts_total={(str(index),): number for index, number in groups.restarts.items()},
         )
-
-    def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
-        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good"))
-
-    def check_serving(self) -> None:
-        """Raise NotReady unless requests are taken now."""
-        state = self.state
-        if state != "ready":
-            reason = {"loading": "the workers are loading", "draining": "the service is stopping"}.get(
-                state, "it failed"
-            )
-            raise NotReady(reason)
 
 
 def _late(limit_s: float) -> DeadlineExceeded:

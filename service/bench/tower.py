@@ -161,14 +161,16 @@ def bench_tower(
     check_tensors(spec, read_vision_tensors(settings.model.path, spec))
     with contextlib.ExitStack() as stack:
         entrants = []
-        num_cores, has_many_images = len(os.sched_getaffinity(0)), any(len(patches) > 1 for patches in batches)
-        entries = contenders(
-            *(settings, spec, world_sizes, exchanges, num_cores),
-            has_many_images=has_many_images,
+        for contender in contenders(
+            settings,
+            spec,
+            world_sizes,
+            exchanges,
+            num_cores=len(os.sched_getaffinity(0)),
+            has_many_images=any(len(patches) > 1 for patches in batches),
             has_graphs=has_graphs,
             ablates=ablates,
-        )
-        for contender in entries:
+        ):
             on_step(f"starting {contender.name}")
             entrants.append(stack.enter_context(entered(contender)))
         choosers = {}
