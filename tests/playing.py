@@ -21,7 +21,7 @@ from tp.settings import Settings, load_settings
 from tp.spec import read_spec
 
 MODEL = GOLDEN / "tiny-k3-f32"
-IMAGE = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
+GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()
 OnMessage = Callable[[wire.Message], None]
 Use = Callable[[Engine, Settings], Awaitable[None]]
 
@@ -100,7 +100,7 @@ def run_engine(folder: Path, use: Use, on_message: OnMessage = lambda message: N
 
 async def encode(engine: Engine, num_images: int = 1, record: RequestRecord | None = None) -> Encoded:
     with Body() as body:
-        body.write(IMAGE)
+        body.write(GOOD)
         options = EncodeOptions(engine.settings, policy="refuse", tokens=TokenOptions("float32"))
         return await engine.encode([body.image] * num_images, options, record or RequestRecord())
 
