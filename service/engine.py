@@ -359,7 +359,6 @@ class Engine:
         self.slab = Slab.create(self.layout)
         log.info("slab: %d patches, %d bytes, allocated and touched", self.layout.num_patches, self.layout.total_bytes)
         self._decoders = DecoderPool(self.spec.processor, self.settings, self.slab)
-        await self._decoders.start()
         self._groups = WorkerGroups(
             self.settings,
             self.spec,
@@ -378,7 +377,12 @@ class Engine:
             metrics=self.metrics,
         )
         self.failure.add_done_callback(self._fail_waiting)
-        await self._groups.start()
+        try:
+            await self._groups.start()  # first: torch takes longest, and decode processes start meanwhile
+            await self._decoders.start()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def drain(self) -> None:
         """Take nothing new; wait for what was accepted, up to the drain limit."""

@@ -22,7 +22,7 @@ from tp.settings import ENV_PREFIX, ParallelSettings, Settings, as_environ
 
 log = logging.getLogger("tpvision.launcher")
 
-_BACK_OFF_S = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0)  # by losses within the window; the last one repeats
+_BACK_OFF_S = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # by losses within the window, this one included; the last one repeats
 _PAUSE_S = 1.0  # before a start after a clean end
 _SHUTDOWN_GRACE_S = 5
 _NOT_STARTED = -1

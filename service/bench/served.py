@@ -3,7 +3,9 @@
 It ends with the benchmark, whatever ends that. `service.bench.http`, `front_end` and `start` run it.
 """
 
+import contextlib
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -14,8 +16,6 @@ from collections import deque
 from pathlib import Path
 from typing import Self
 
-import httpx
-
 from service.bench.report import BenchError
 from service.bench.usage import family
 from service.launcher import settings_environ
@@ -23,9 +23,11 @@ from tp.settings import ENV_PREFIX, Settings
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
-_POLL_S = 0.01
 _SHOWN_LINES = 20
-_RUN = "import sys; from tp.process import die_with_parent; die_with_parent(int(sys.argv.pop(1)))"
+_RUN = (
+    "import sys; from tp.process import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+    "from service.__main__ import main; main()"
+)
 
 
 class Served:
@@ -33,7 +35,7 @@ class Served:
 
     def __init__(self, settings: Settings) -> None:
         """Of `settings`, the address, which is a free one on loopback, and the log level do not count."""
-        command = [sys.executable, "-c", f"{_RUN}; from service.cli import main; main()", str(os.getpid()), "serve"]
+        command = [sys.executable, "-c", _RUN, str(os.getpid()), "serve"]
         self._started_s = self._ready_s = time.monotonic()
         self._process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", "0"],
@@ -46,6 +48,7 @@ class Served:
         self._log: deque[str] = deque(maxlen=_SHOWN_LINES)
         self._url = ""
         self._has_url = threading.Event()
+        self._back: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # when a group was ready again; None: never
         self._reader = threading.Thread(target=self._read_log)
         self._reader.start()
 
@@ -86,17 +89,15 @@ class Served:
         return sorted(pid for pid in family(self.pid) if _module(pid) == b"tp.worker")
 
     def wait_until_ready_again(self) -> float:
-        """Of a group that was just lost: how long until it serves again, in seconds. Raises BenchError."""
+        """Of a group that was just lost: how long until it serves again, in seconds. Raises BenchError.
+
+        By the service's log: who asks /readyz all the time takes CPU from the ranks.
+        """
         started_s = time.monotonic()
-        was_away = False
-        with httpx.Client(base_url=self.url, timeout=_START_TIMEOUT_S, trust_env=False) as client:
-            while (elapsed_s := time.monotonic() - started_s) < _START_TIMEOUT_S:
-                is_ready = client.get("/readyz").status_code == 200
-                if is_ready and was_away:
-                    return elapsed_s
-                was_away = was_away or not is_ready
-                time.sleep(_POLL_S)
-        raise BenchError(f"the service was not ready again within {_START_TIMEOUT_S:g} s")
+        with contextlib.suppress(queue.Empty):
+            if (ready_s := self._back.get(timeout=_START_TIMEOUT_S)) is not None:
+                return ready_s - started_s
+        raise BenchError("the service did not become ready again:\n" + "".join(self._log))
 
     def _read_log(self) -> None:
         assert self._process.stderr is not None
@@ -106,6 +107,9 @@ class Served:
                 self._ready_s = time.monotonic()
                 self._url = found[1]
                 self._has_url.set()
+            elif self._url and re.search(r"group \d+ is ready: ", line):
+                self._back.put(time.monotonic())
+        self._back.put(None)
         self._has_url.set()  # it ended: whoever waits looks at the URL
 
 

@@ -6,16 +6,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playing import Hung, encode, run_engine
-from running import until
+from playing import MODEL, Hung, encode, run_engine
+from running import is_alive, until
 
 from service import dispatch, waiting
 from service import engine as module
+from service.decoders import DecoderPool, DecoderStartError
 from service.engine import Engine
 from service.errors import WorkersLost
 from service.record import RequestRecord
 from service.tokens import Embeddings
-from tp.settings import Settings
+from tp.settings import Settings, load_settings
+from tp.spec import read_spec
+
+
+def test_a_start_that_fails_when_the_groups_are_launched_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine = Engine(load_settings(flags={"model.path": MODEL, "parallel.device": "cpu"}).settings, read_spec(MODEL))
+        launched: list[int] = []
+
+        async def fail(pool: DecoderPool) -> None:
+            await until(lambda: engine.child_pids != set())
+            launched.extend(engine.child_pids)
+            raise DecoderStartError("no memory")
+
+        monkeypatch.setattr(DecoderPool, "start", fail)
+        with pytest.raises(DecoderStartError, match="no memory"):
+            await engine.start()
+        assert launched and not any(map(is_alive, launched))
+
+    asyncio.run(main())
 
 
 def test_many_images_of_one_request_do_not_keep_others_waiting(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_ranks_that_end_while_they_start_burn_the_budget(status: int) -> None:
     launcher = Launcher(f"raise SystemExit({status})")
     with pytest.raises(BudgetSpentError, match=f"lost 3 times .* torchrun ended with status {status}"):
         asyncio.run(asyncio.wait_for(launcher.run(), 30))
-    first, second, third = launcher.launched
-    assert second - first > 0.2 and third - second > 1
+    _, second, third = launcher.launched
+    assert third - second > 1  # a first loss is followed at once, others are not
 
 
 def test_starts_that_hang_burn_the_budget_however_long_each_may_take() -> None:

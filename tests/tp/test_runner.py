@@ -24,6 +24,17 @@ ROOT = Path(__file__).parents[2]
 LAUNCH_TIMEOUT_S = 120
 RESIDENT: tuple[Literal["shard", "full"], ...] = ("shard", "full")
 WORLD_SIZES = {"tiny-k3": (1, 2, 3, 4, 6), "tiny-k25": (1, 2, 4), "tiny-kimivl": (1, 2, 4)}
+WARM_UP = """
+import sys
+from pathlib import Path
+from tp.parallel import TPGroup
+from tp.runner import Runner
+from tp.spec import read_spec
+
+folder = Path(sys.argv[1])
+Runner.load(folder, read_spec(folder), dtype="float32", group=TPGroup.single()).warm_up(16)
+print("sympy" in sys.modules)
+"""
 PARITY = [
     (world_size, model, precision) for model in MODELS for world_size in WORLD_SIZES[model] for precision in DTYPES
 ]
@@ -254,3 +265,9 @@ def test_a_rank_with_a_shard_does_not() -> None:
     runner = Runner.load(GOLDEN / "tiny-k3-f32", spec_of("tiny-k3"), dtype="float32", group=group)
     with pytest.raises(BatchError, match="holds a shard of the weights"):
         runner.encode_alone([], [], [])
+
+
+def test_a_start_leaves_out_the_slowest_of_what_torch_imports_when_it_is_needed() -> None:
+    command = [sys.executable, "-c", WARM_UP, str(GOLDEN / "tiny-k3-f32")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S, check=False)
+    assert (run.stdout.strip(), run.stderr) == ("False", "")
