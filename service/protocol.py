@@ -2,6 +2,7 @@
 
     idle        no byte of a request       closed after limits.keep_alive_timeout_s, a new one after header_timeout_s
     head        request line and headers   408 after header_timeout_s, 431 over max_header_bytes, 400 where malformed
+                                           or without the one Host header that HTTP/1.1 has
     request     body and answer            the application's own deadlines
     sending     an answer not read         cut off after send_timeout_s, so that the bytes it holds are free again
     answered    before the request's end   the rest is thrown away, for header_timeout_s at most
@@ -18,6 +19,7 @@ What is refused here gets the same error object as everywhere, and one short lin
 import asyncio
 import fcntl
 import logging
+import re
 import socket
 import struct
 import termios
@@ -46,6 +48,7 @@ _MIN_CHUNK_BYTES = 32  # of more than those, on average: a chunk of a single byt
 _RESERVED = 128  # connections beyond the limit, for probes to come in when all others are busy
 _LINGER_S = 2.0  # a refused client may read its answer for so long; closing at once would reset the connection
 _MIN_READ_BYTES = 64 * 2**10  # within send_timeout_s; a client that takes less does not read
+_HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%~_-]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?")  # RFC 3986, and `_` in names
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TCP_CLOSE = 7  # the kernel's number of the state after a reset: net/tcp_states.h
 _FIRST_LOOK_S, _LATER_LOOK_S = 0.05, 1.0  # whether a client has left that sends no more; twice as long every time
@@ -216,6 +219,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # see `_decline_upgrade`
         self._disarm()
+        self._check_host()
         if not self._table.has_room(self) and self.url.partition(b"?")[0] not in _PROBE_URLS:
             limit = self._table.max_connections
             self._stop_parsing(
@@ -340,6 +344,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes += num_bytes
         if self._head_bytes > self._limits.max_header_bytes:
             self._stop_parsing(self._too_large())
+
+    def _check_host(self) -> None:
+        """RFC 9112, section 3.2: one in HTTP/1.1, none or one before it. It may be empty."""
+        values = [value.rstrip(b" \t") for name, value in self.headers if name == b"host"]
+        if not values and self.parser.get_http_version() == "1.1":
+            self._stop_parsing(InvalidRequest("a request without a Host header"))
+        if len(values) > 1:
+            self._stop_parsing(InvalidRequest(f"{len(values)} Host headers", numbers={"num_headers": len(values)}))
+        if not all(map(_HOST.fullmatch, values)):
+            self._stop_parsing(InvalidRequest("a Host header that names no host"))
 
     def _stop_parsing(self, error: ServiceError) -> NoReturn:
         """From a callback of the parser."""

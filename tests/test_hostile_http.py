@@ -315,7 +315,9 @@ def test_lines_that_are_not_http_are_answered_and_logged_shortly(service: Runnin
         b"secret\r\n\r\n",
         b"\x16\x03\x01secret",
         b"POST /secret HTTP/7\r\n\r\n",
-        b"GET / HTTP/1.1\r\nsecret\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nsecret\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: secret\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nHost: secret\r\n\r\n",
     ]
     for line in lines:
         peer = peers.connect(line)

@@ -245,7 +245,7 @@ def be_hostile(service: RunningService, word: str) -> None:
     service.client.get("/v1/models", headers={"authorization": f"Bearer {word}", "host": f"{word}.example"})
     port = service.client.base_url.port
     assert port is not None
-    for line in (f"{word}\r\n\r\n", f"GET /{word} HTTP/8\r\n\r\n", f"GET / HTTP/1.1\r\n{word}\r\n\r\n"):
+    for line in (f"{word}\r\n\r\n", f"GET /{word} HTTP/8\r\n\r\n", f"GET / HTTP/1.1\r\nHost: x\r\n{word}\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
             connection.sendall(line.encode())
             while connection.recv(2**16):

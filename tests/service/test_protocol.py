@@ -256,15 +256,15 @@ def test_a_later_head_has_its_deadline_from_its_first_byte() -> None:
     "data",
     [
         b"GET /" + b"secret" * 10_000,
-        b"GET / HTTP/1.1\r\nX-Secret: " + b"secret" * 10_000,
-        b"GET / HTTP/1.1\r\n" + b"secret" * 10_000,
-        b"GET / HTTP/1.1\r\n" + b"X-Secret: 12345678901234567890\r\n" * 120 * 10,
-        b"GET / HTTP/1.1\r\n" + b"s:\r\n" * 200,
+        b"GET / HTTP/1.1\r\nHost: x\r\nX-Secret: " + b"secret" * 10_000,
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"secret" * 10_000,
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-Secret: 12345678901234567890\r\n" * 120 * 10,
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"s:\r\n" * 200,
         b"\r\n" * 20_000,
-        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Secret: " + b"secret" * 100_000,
-        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"s:\r\n" * 200,
-        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 100_000,
-        b"POST /body HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 20_000 + b"\r\ns\r\n",
+        b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Secret: " + b"secret" * 100_000,
+        b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"s:\r\n" * 200,
+        b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 100_000,
+        b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"secret" * 20_000 + b"\r\ns\r\n",
     ],
     ids=["url", "value", "name", "bytes", "count", "empty", "trailer", "trailers", "chunk extension", "whole one"],
 )
@@ -297,15 +297,15 @@ def test_a_head_just_under_the_bound_is_taken() -> None:
         b"\x16\x03\x01\x02\x00secret",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /secret HTTP/9.9\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\n\r\n",
-        b"GET http://[secret HTTP/1.1\r\n\r\n",
-        b"CONNECT secret:1 HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nsecret\r\n\r\n",
-        b"GET / HTTP/1.1\r\nX: a\x00secret\r\n\r\n",
-        b"POST /body HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"POST /body HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"POST /body HTTP/1.1\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
-        b"POST /body HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://[secret HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT secret:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nsecret\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: a\x00secret\r\n\r\n",
+        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
+        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
     ],
 )
 def test_what_is_not_http(data: bytes) -> None:
@@ -314,6 +314,52 @@ def test_what_is_not_http(data: bytes) -> None:
         await client.send(data)
         await refused(client, 400, "invalid_request")
         assert (await (await service.connect()).get("/a")).status == 200
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "is_taken"),
+    [
+        ("1.1", [], False),
+        ("1.1", ["x"], True),
+        ("1.1", [""], True),
+        ("1.1", [" [::1]:8000 "], True),
+        ("1.1", ["x_y.example:80"], True),
+        ("1.1", ["x", "x"], False),
+        ("1.1", ["x", "secret"], False),
+        ("1.1", ["secret secret"], False),
+        ("1.1", ["secret@x"], False),
+        ("1.1", ["x/secret"], False),
+        ("1.1", ["x:secret"], False),
+        ("1.0", [], True),
+        ("1.0", ["x", "secret"], False),
+    ],
+)
+def test_a_request_has_one_host(version: str, hosts: list[str], is_taken: bool) -> None:
+    head = [f"GET /a HTTP/{version}", *(f"hOst:{host}" for host in hosts), "Upgrade: h2c", "Connection: Upgrade"]
+
+    async def use(service: Service) -> None:
+        for lines in (head[:-2], head):
+            client = await service.connect()
+            await client.send("\r\n".join([*lines, "", ""]).encode())
+            if is_taken:
+                assert (await client.answer()).status == 200
+            else:
+                await refused(client, 400, "invalid_request")
+
+    run(use)
+
+
+def test_a_second_host_behind_a_request_does_not_spoil_its_answer() -> None:
+    async def use(service: Service) -> None:
+        client = await service.connect()
+        await client.send(request("/wait") + request("/secret", "Host: y"))
+        await until(lambda: len(service.records) == 1)
+        service.release.set()
+        assert (await client.answer()).body == b"waited"
+        await client.wait_closed()
+        assert len(service.records) == 1
 
     run(use)
 
@@ -337,7 +383,7 @@ def test_a_broken_chunk_ends_the_request() -> None:
 def test_what_is_refused_is_told_of_once() -> None:
     async def use(service: Service) -> None:
         await (await service.connect()).get("/a")
-        for data in (b"secret\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"s:\r\n" * 200):
+        for data in (b"secret\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n" + b"s:\r\n" * 200):
             client = await service.connect()
             await client.send(data)
             await client.answer()
