@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -178,7 +178,9 @@ class Decoder:
 
     def _read_header(self, task: HeaderTask, fd: int) -> ImageHeader:
         data = _read(fd, task.offset, task.length)
-        return read_header(data, orientation=self._start.orientation, max_pixels=task.max_pixels)
+        began_s = time.process_time()
+        header = read_header(data, orientation=self._start.orientation, max_pixels=task.max_pixels)
+        return replace(header, cpu_s=time.process_time() - began_s)
 
     def _write_patches(self, task: WriteTask, fd: int) -> Written:
         decoded_at = 0.0

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Literal
 
@@ -108,6 +108,7 @@ class ImageHeader:
     height: int
     orientation: int  # EXIF 1..8: the turn that the decoded pixels still need; 1 under `ignore`
     num_scans: int  # of a progressive JPEG, or markers that look like one; 1 elsewhere
+    cpu_s: float = field(default=0.0, compare=False)  # to read it, which comes again before the pixels; see `is_slow`
 
     @property
     def size(self) -> tuple[int, int]:
@@ -116,9 +117,9 @@ class ImageHeader:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its pixels are likely to take over `SLOW_S` to decode."""
+        """Whether it is likely to take over `SLOW_S` to decode."""
         ns_per_pixel = _NS_PER_PIXEL.get(self.format, _NS_ELSEWHERE) + _NS_PER_SCAN * self.num_scans
-        return self.width * self.height * ns_per_pixel > SLOW_S * 1e9
+        return self.cpu_s + self.width * self.height * ns_per_pixel / 1e9 > SLOW_S
 
 
 def read_header(data: bytes, *, orientation: Orientation, max_pixels: int) -> ImageHeader:

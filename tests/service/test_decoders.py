@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from PIL import Image
 from running import until
 
 from service import decoders
+from service import header as header_module
 from service.body import Body, ImageBytes, VideoChunk
 from service.decoders import DecoderPool, DecoderStartError, UnpackedBody
 from service.errors import (
@@ -263,6 +265,22 @@ def test_slow_pictures_leave_a_process_to_the_others() -> None:
             await end_unanswered(pool, work)
 
     run_pool(use, processes=2, decode_timeout_s=600)
+
+
+def with_chunks(num_chunks: int) -> bytes:
+    """A PNG with so many chunks before its pixels; each takes some microseconds, whenever the header is read."""
+    empty = bytes(4) + b"teXt" + zlib.crc32(b"teXt").to_bytes(4)
+    return PICTURE[:33] + empty * num_chunks + PICTURE[33:]  # after the signature and IHDR
+
+
+def test_a_picture_whose_header_took_long_is_known_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(pool: DecoderPool, slab: Slab) -> None:
+        with stored(with_chunks(50_000)) as long, stored(PICTURE) as image:
+            header = await pool.read_header(long)
+            monkeypatch.setattr(header_module, "SLOW_S", header.cpu_s / 2)
+            assert header.is_slow and not (await pool.read_header(image)).is_slow
+
+    run_pool(use)
 
 
 def test_pictures_that_turn_out_slow_give_way_where_all_processes_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
