@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 from pydantic import TypeAdapter
@@ -43,6 +43,8 @@ from tp.spec import ProcessorSpec
 
 START_TIMEOUT_S = 60.0  # a start takes 0.3 s on an idle core
 _QUICK_CPU_S = SLOW_S  # what a task may use in the process that slow ones leave to the others
+_STALLED_SHARE = 0.1  # of a deadline: a process with less CPU than that was stopped or starved, whatever it was to do
+_UNWANTED_S = 0.3  # for a task that nobody waits for any more: what it costs to start another process
 _LOOK_AGAIN_S = 0.1
 _BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before a start, by failed ones in a row; the last one repeats
 # Private memory that a decode process may take; more is a MemoryError there. Measured with Pillow 13: 60 MB before any
@@ -56,7 +58,14 @@ _OWN_ENVIRON = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _ROOT = Path(__file__).parents[1]  # `service` can be imported from here, installed or not
 
 Result = TypeVar("Result")
+Ending = Literal["late", "stalled", "slow", "unwanted"]  # why we killed a process, see _WHY
 
+_WHY: dict[Ending, str] = {
+    "late": "killed at its task's deadline",
+    "stalled": "killed at its task's deadline, having hardly worked on it",
+    "slow": "its task was slow and gave way to others",
+    "unwanted": "nobody waits for its task any more",
+}
 _HEADER = TypeAdapter(ImageHeader)
 _UNPACKED = TypeAdapter(child.Unpacked)
 _WRITTEN = TypeAdapter(child.Written)
@@ -222,7 +231,10 @@ class DecoderPool:
             ) from None
 
     async def _run(self, task: child.Task, fds: Sequence[int], limits: LimitSettings, *, is_slow: bool) -> Any:
-        """What the child answers. Raises its ServiceError, DecodeTimeout, NotReady, _DiedError, or _GaveWayError."""
+        """What the child answers.
+
+        Raises its ServiceError, DecodeTimeout, NotReady, _StalledError, _DiedError, or _GaveWayError.
+        """
         turn = await self._send(orjson.dumps(task), fds, is_slow=is_slow)
         process = turn.worker
         timeout_s = limits.decode_timeout_s
@@ -233,12 +245,15 @@ class DecoderPool:
             self._turns.end(turn)
         if reply is not None:
             return _result(reply)
-        if process.is_late:
-            raise DecodeTimeout(f"not decoded after {timeout_s:g} s", numbers={"limit_s": timeout_s})
         if self._is_stopping:
             raise NotReady("the service is stopping")
-        if process.has_given_way:
-            raise _GaveWayError
+        match process.ending:
+            case "late":
+                raise DecodeTimeout(f"not decoded after {timeout_s:g} s", numbers={"limit_s": timeout_s})
+            case "stalled":
+                raise _StalledError
+            case "slow":
+                raise _GaveWayError
         raise _DiedError(process.exit_code)
 
     async def _send(self, message: bytes, fds: Sequence[int], *, is_slow: bool) -> "Turn[_Process]":
@@ -274,7 +289,7 @@ class DecoderPool:
             nonlocal timer
             left_s = until_s - process.cpu_s()
             if left_s <= 0 and not self._turns.note_slow(turn):
-                process.give_way()
+                process.end("slow")
             elif not turn.is_slow:
                 timer = loop.call_later(max(left_s, _LOOK_AGAIN_S), review)
 
@@ -289,7 +304,7 @@ class DecoderPool:
         while True:
             self._turns.add(process)
             await process.gone.wait()
-            reason = process.killed_for or str(_DiedError(process.exit_code))
+            reason = _WHY[process.ending] if process.ending else _DiedError(process.exit_code)
             log.warning("decode process %d is gone (%s), starting another", process.pid, reason)
             process = await self._replacement()
             self.num_replaced += 1
@@ -308,7 +323,7 @@ class DecoderPool:
         self._processes.add(process)
         process.send(orjson.dumps(self._start), ())
         if await process.receive(START_TIMEOUT_S) is None:
-            reason = "too slow" if process.is_late else _DiedError(process.exit_code)
+            reason = "too slow" if process.ending else _DiedError(process.exit_code)
             raise DecoderStartError(f"a decode process did not start ({reason})")
         return process
 
@@ -319,6 +334,10 @@ class _DiedError(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}")
         self.numbers = {"signal": -exit_code} if exit_code < 0 else {"exit_code": exit_code}
+
+
+class _StalledError(Exception):
+    """A process with a task had hardly any CPU: somebody stopped it, or the machine is too busy."""
 
 
 class _GaveWayError(Exception):
@@ -346,8 +365,7 @@ class _Process:
         ours.setblocking(False)
         self.pid = self._popen.pid
         self.gone = asyncio.Event()  # dead and reaped
-        self.is_late = False  # killed at a deadline
-        self.has_given_way = False  # killed for quicker tasks
+        self.ending: Ending | None = None
         self._is_cut_off = False
         self._on_gone = on_gone
         self._socket = ours
@@ -358,14 +376,7 @@ class _Process:
     @property
     def is_usable(self) -> bool:
         """Whether it is worth sending it a task."""
-        return not (self.is_late or self.has_given_way or self._is_cut_off or self.gone.is_set())
-
-    @property
-    def killed_for(self) -> str | None:
-        """Why we killed it, if so."""
-        if self.is_late:
-            return "killed at its deadline"
-        return "its task was slow and gave way to others" if self.has_given_way else None
+        return not (self.ending or self._is_cut_off or self.gone.is_set())
 
     @property
     def exit_code(self) -> int:
@@ -384,34 +395,48 @@ class _Process:
     async def receive(self, timeout_s: float) -> bytes | None:
         """The reply; None when the process is gone without one, be it killed after `timeout_s`.
 
-        A cancellation is raised only then.
+        A cancellation is raised only then, and lets the process live on if it replies within `_UNWANTED_S`.
         """
         assert self._reply is not None
-        timer = self._loop.call_later(timeout_s, self._on_late)
-        try:
-            return await _outlast(self._reply)
-        finally:
+        timers = [self._loop.call_later(timeout_s, self._on_late, self.cpu_s() + _STALLED_SHARE * timeout_s)]
+        cancelled: asyncio.CancelledError | None = None
+        while not self._reply.done():
+            try:
+                await asyncio.wait([self._reply])
+            except asyncio.CancelledError as error:
+                cancelled = error
+                timers.append(self._loop.call_later(_UNWANTED_S, self.end, "unwanted"))
+        for timer in timers:
             timer.cancel()
+        if cancelled is not None:
+            raise cancelled
+        return self._reply.result()
 
     def kill(self) -> None:
         """End it now. `gone` is set when that has happened."""
         self._popen.kill()
 
-    def give_way(self) -> None:
-        """End it now for the sake of other tasks."""
-        self.has_given_way = True
+    def end(self, ending: Ending) -> None:
+        """End it now, for that reason."""
+        self.ending = ending
         self.kill()
 
     def cpu_s(self) -> float:
-        """CPU seconds that it has used so far; 0 where that is not told."""
+        """CPU seconds that it has used so far, its start among them; 0 where that is not told."""
         try:
             return time.clock_gettime(~self.pid << 3 | 2)  # the process's clock, as clock_getcpuclockid(3) makes it
         except OSError:
             return 0.0
 
-    def _on_late(self) -> None:
-        self.is_late = True
-        self.kill()
+    def _on_late(self, least_cpu_s: float) -> None:
+        self.end("stalled" if 0 < self.cpu_s() < least_cpu_s or self._is_stopped() else "late")
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP)."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False  # it is dead, which we are about to be told
 
     def _on_readable(self) -> None:
         try:
@@ -448,7 +473,8 @@ def _names(frames: Sequence[int | None]) -> Iterator[str]:
 async def _tried(attempt: Callable[[bool], Awaitable[Result]], *, is_slow: bool = False) -> Result:
     """The result of an attempt, which is told whether its task is slow.
 
-    Made again as slow where it gave way, and once more where it died: somebody else may have ended its process.
+    Made again as slow where it gave way, and as before where its process stalled, which is never its fault; once more
+    where that died: somebody else may have ended it.
     """
     has_died = False
     while True:
@@ -456,23 +482,12 @@ async def _tried(attempt: Callable[[bool], Awaitable[Result]], *, is_slow: bool 
             return await attempt(is_slow)
         except _GaveWayError:
             is_slow = True
+        except _StalledError:
+            continue
         except _DiedError:
             if has_died:
                 raise
             has_died = True
-
-
-async def _outlast(future: "asyncio.Future[bytes | None]") -> bytes | None:
-    """The future's result; a cancellation on the way is kept back until it is there."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return future.result()
 
 
 def _result(reply: bytes) -> Any:

@@ -75,7 +75,7 @@ class ServiceState:
     cache_evictions_total: int = _read("counter", "Entries dropped to make room for others.")
     cache_bytes: int = _read("gauge", "Bytes that the content cache holds.")
     cache_max_bytes: int = _read("gauge", "Bytes that it may hold; 0 while it is off.")
-    decoders_replaced_total: int = _read("counter", "Decode processes that died or were killed at a deadline.")
+    decoders_replaced_total: int = _read("counter", "Decode processes that died, or were ended with a task of theirs.")
     group_state: Mapping[tuple[str, str], bool] = _read(
         "gauge", "1 for the state that a group is in.", "group", "state"
     )

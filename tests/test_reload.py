@@ -28,6 +28,7 @@ from running import (
     ranks_of,
     wait_until,
 )
+from slow_pictures import with_chunks
 
 MODEL = str(GOLDEN / "tiny-k3-f32")
 GOOD = (GOLDEN / "images" / "rgb_64x48.png").read_bytes()  # 24 patches
@@ -42,6 +43,7 @@ def picture(width: int, height: int) -> bytes:
 
 MEDIUM = picture(280, 280)  # 400 patches
 LARGE = acceptance_picture(448, 448)  # 1,024 patches
+SLOW = with_chunks(GOOD, 500_000)
 
 
 DONE = re.compile(r"info: settings reloaded|error: the settings were not reloaded")
@@ -171,7 +173,7 @@ def test_flags_and_environment_still_win(reloading: Reloading) -> None:
         ),
         ({"max_inflight_bytes": 1000}, lambda s: s.encode(GOOD), (429, "overloaded")),
         ({"request_timeout_s": 0.0001}, lambda s: s.encode(GOOD), (504, "deadline_exceeded")),
-        ({"decode_timeout_s": 0.0001}, lambda s: s.encode(GOOD), (422, "decode_timeout")),
+        ({"decode_timeout_s": 0.1}, lambda s: s.encode(SLOW), (422, "decode_timeout")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

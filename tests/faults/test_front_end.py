@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,7 @@ from running import (
     ranks_of,
     wait_until,
 )
+from slow_pictures import with_scans
 
 from tp import wire
 
@@ -131,13 +132,20 @@ def test_the_drain_has_a_limit() -> None:
     service.stop()
 
 
+def stop_decoders(service: RunningService) -> int:
+    """How many were there."""
+    pids = decoders_of(service)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return len(pids)
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_what_is_decoded_when_the_drain_ends_is_answered_too(signals: int) -> None:
     environ = {"TPVISION_LIMITS__DRAIN_TIMEOUT_S": "1", "TPVISION_LIMITS__DECODE_TIMEOUT_S": "60"}
     service = RunningService(["--model", MODEL, "--tp", "1"], environ).wait_ready()
     pids = descendants(service.process.pid)
-    for pid in decoders_of(service):
-        os.kill(pid, signal.SIGSTOP)
+    stop_decoders(service)
     in_json = json.dumps({"images": [base64.b64encode(GOOD).decode()]})
     with concurrent.futures.ThreadPoolExecutor(6) as pool, httpx.Client(base_url=service.url) as other:
         sent = [pool.submit(service.encode, GOOD) for _ in range(3)]  # more than there are processes
@@ -157,22 +165,38 @@ def test_what_is_decoded_when_the_drain_ends_is_answered_too(signals: int) -> No
 def test_json_that_waits_to_be_read_has_a_deadline_and_a_client_that_may_leave() -> None:
     environ = {"TPVISION_LIMITS__REQUEST_TIMEOUT_S": "5", "TPVISION_LIMITS__DECODE_TIMEOUT_S": "60"}
     service = RunningService(["--model", MODEL, "--tp", "1"], environ).wait_ready()
-    stopped = decoders_of(service)
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+    num_processes = stop_decoders(service)
     body = json.dumps({"images": [base64.b64encode(GOOD).decode()]}).encode()
     head = ("POST /v1/encode HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(body)}")
     with contextlib.ExitStack() as stack:
-        waiting = [stack.enter_context(connect(service, *head, body=body)) for _ in range(2 * len(stopped))]
+        waiting = [stack.enter_context(connect(service, *head, body=body)) for _ in range(2 * num_processes)]
         wait_until(lambda: held_bytes(service) >= len(waiting) * len(body))
         connect(service, *head, body=body).close()
         wait_until(lambda: any(line["client_gone"] for line in service.requests), timeout_s=4)  # before its deadline
-        wait_until(lambda: sum(line["status"] == 504 for line in service.requests) >= len(stopped))
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: sum(line["status"] == 504 for line in service.requests) == len(waiting))
         wait_until(lambda: held_bytes(service) == 0)
     assert service.encode(GOOD).status_code == 200
     assert service.stop() == 0
+
+
+def test_stopped_decode_processes_cost_no_request(start_service: Callable[..., RunningService]) -> None:
+    service = start_service("--model", MODEL, "--tp", "1", TPVISION_LIMITS__DECODE_TIMEOUT_S="3")
+    in_json = json.dumps({"images": [base64.b64encode(GOOD).decode()]})
+    for content, kind in ((GOOD, "image/png"), (in_json, "application/json")):
+        stop_decoders(service)
+        answer = service.client.post("/v1/encode", content=content, headers={"content-type": kind})
+        assert answer.status_code == 200
+    assert_balanced(service)
+
+
+def test_a_request_ends_at_its_deadline_in_the_middle_of_a_decode(start_service: Callable[..., RunningService]) -> None:
+    limits = {"TPVISION_LIMITS__REQUEST_TIMEOUT_S": "2", "TPVISION_LIMITS__DECODE_TIMEOUT_S": "600"}
+    service = start_service("--model", MODEL, "--tp", "1", "--policy", "downscale", **limits)
+    answer = service.encode(with_scans(20_000))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert_balanced(service)
+    wait_until(lambda: service.scrape().value("decoders_replaced_total") == 1)
+    assert service.encode(GOOD).status_code == 200
 
 
 def test_a_second_sigterm_ends_it_now() -> None:
