@@ -95,12 +95,7 @@ class WorkerGroups:
         await self._control.start()
         parallel = self._settings.parallel
         for index in range(parallel.groups if parallel.workers == "managed" else 0):
-            self._launchers[index] = GroupLauncher(
-                self._settings,
-                group=index,
-                socket_path=self._control.path,
-                start_timeout_s=parallel.start_timeout_s,
-            )
+            self._launchers[index] = GroupLauncher(self._settings, group=index, socket_path=self._control.path)
             self.spawn(self._supervise(index))
 
     async def stop(self, now: asyncio.Event) -> None:

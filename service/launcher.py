@@ -26,6 +26,7 @@ _BACK_OFF_S = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # by losses within the window, th
 _PAUSE_S = 1.0  # before a start after a clean end
 _SHUTDOWN_GRACE_S = 5
 _NOT_STARTED = -1
+_LOOK_EVERY_S = 0.5  # whether ranks have said that they are ready
 _ROOT = Path(__file__).parents[1]  # where `tp` can be imported from, installed or not
 
 
@@ -48,10 +49,13 @@ class RootCause:
 class GroupLauncher:
     """One worker group's torchrun, over its incarnations. `run` is its life; the other methods end one or all."""
 
-    def __init__(self, settings: Settings, *, group: int, socket_path: Path, start_timeout_s: float | None) -> None:
-        """`start_timeout_s`: an incarnation without `note_ready` for so long is lost; None where nobody can tell."""
+    def __init__(self, settings: Settings, *, group: int, socket_path: Path, is_ours: bool = True) -> None:
+        """`is_ours`: our front-end's, which calls `note_ready`. One elsewhere tells us nothing, and may stop the ranks.
+
+        An incarnation that is not ready within `parallel.start_timeout_s` is lost.
+        """
         self._settings = settings
-        self._start_timeout_s = start_timeout_s
+        self._is_ours = is_ours
         self._group = group
         self._socket_path = socket_path
         self._process: asyncio.subprocess.Process | None = None
@@ -80,7 +84,7 @@ class GroupLauncher:
                 code = await self._launch_once()
                 if self._stopping.is_set():
                     return
-                if code == 0 and self._start_timeout_s is None:
+                if code == 0 and not self._is_ours:
                     log.info("group %d was told to stop by its front-end; starting it again", self._group)
                     await self._pause(_PAUSE_S)
                     continue
@@ -105,7 +109,7 @@ class GroupLauncher:
     async def stop(self, timeout_s: float) -> None:
         """Wait for torchrun to end by itself, if its ranks are ready and so can be told to; then, or late, end it."""
         self._stopping.set()
-        if self._process is not None and (self._is_ready.is_set() or self._start_timeout_s is None):
+        if self._process is not None and (self._is_ready.is_set() or not self._is_ours):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), timeout_s)
         await self.kill()
@@ -124,7 +128,8 @@ class GroupLauncher:
         await process.wait()
 
     async def _launch_once(self) -> int:
-        self._error_file.unlink(missing_ok=True)
+        for file in (self._error_file, *self._ready_files):
+            file.unlink(missing_ok=True)
         self._kill_reason = None
         self._incarnation = None
         self._is_excused = False
@@ -145,14 +150,21 @@ class GroupLauncher:
             return await self._process.wait()
         finally:
             guard.cancel()
-            if self._start_timeout_s is not None and not self._is_ready.is_set():
+            if not self._is_ready.is_set():
                 self._failed_starts_s += time.monotonic() - started
 
     async def _kill_unless_ready(self) -> None:
+        limit_s = self._settings.parallel.start_timeout_s
         try:
-            await asyncio.wait_for(self._is_ready.wait(), self._start_timeout_s)
+            async with asyncio.timeout(limit_s):
+                await (self._is_ready.wait() if self._is_ours else self._see_ready())
         except TimeoutError:
-            await self.kill(f"it was not ready within {self._start_timeout_s:g} s")
+            await self.kill(f"it was not ready within {limit_s:g} s")
+
+    async def _see_ready(self) -> None:
+        while len(self._ready_files) < self._settings.parallel.tensor:  # noqa: ASYNC110 - other processes' files
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self._is_ready.set()
 
     async def _back_off(self, cause: RootCause) -> None:
         limits = self._settings.parallel
@@ -174,8 +186,9 @@ class GroupLauncher:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _command(self) -> list[str]:
-        arguments = ("--socket", str(self._socket_path), "--group", str(self._group))
-        return torchrun_command(self._settings, Path(self._folder.name), "tp.worker", *arguments)
+        folder = self._folder.name
+        arguments = ("--socket", str(self._socket_path), "--group", str(self._group), "--ready-folder", folder)
+        return torchrun_command(self._settings, Path(folder), "tp.worker", *arguments)
 
     def _environ(self) -> dict[str, str]:
         return {**rank_environ(self._settings, self._group), "TORCHELASTIC_ERROR_FILE": str(self._error_file)}
@@ -183,6 +196,11 @@ class GroupLauncher:
     @property
     def _error_file(self) -> Path:
         return Path(self._folder.name) / "error.json"
+
+    @property
+    def _ready_files(self) -> list[Path]:
+        """One for each rank that is ready."""
+        return list(Path(self._folder.name).glob("ready-*"))
 
     def _read_root_cause(self, code: int) -> RootCause:
         try:

@@ -29,7 +29,7 @@ async def host_workers(settings: Settings, spec: EncoderSpec, group: int) -> int
     if socket_path is None:
         raise SettingsError("parallel.socket is not set: name the front-end's control socket with --socket")
     check_host(spec, settings, side="workers")
-    launcher = GroupLauncher(settings, group=group, socket_path=socket_path, start_timeout_s=None)
+    launcher = GroupLauncher(settings, group=group, socket_path=socket_path, is_ours=False)
     loop = asyncio.get_running_loop()
     running = loop.create_task(launcher.run())
     stopping: list[asyncio.Task[None]] = []

@@ -56,6 +56,7 @@ def main() -> None:
     control = ControlClient.connect(arguments.socket, timeout_s=_CONNECT_TIMEOUT_S)
     try:
         slab, runner, group, max_patches = _start(control, settings, arguments.group)
+        (arguments.ready_folder / f"ready-{group.rank}").touch()
         code = serve(control, slab, runner, group, max_patches)
     except (SpecError, CheckpointError, ExchangeError, RefusedError, MemoryShortError, FatalStartError) as error:
         control.send_failure(str(error), is_fatal=True)
@@ -290,4 +291,5 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One rank of a tpvision worker group; started by torchrun.")
     parser.add_argument("--socket", type=Path, required=True, help="the front-end's control socket")
     parser.add_argument("--group", type=int, required=True, help="which of the front-end's groups this is")
+    parser.add_argument("--ready-folder", type=Path, required=True, help="gets a file ready-RANK, for the launcher")
     return parser.parse_args()

@@ -239,6 +239,22 @@ def test_a_group_that_cannot_stay_up_ends_the_service_with_the_root_cause(tmp_pa
     assert "2 times" in service.log[-1]
 
 
+def test_a_rank_elsewhere_that_hangs_while_it_starts_is_ended_at_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "fault.json"
+    file.write_text(json.dumps({"what": "stop", "rank": 1, "tokens": 0, "where": "before", "times": 1}))
+    arguments = ["--model", MODEL, "--tp", "2", "--socket", str(tmp_path / "control.sock")]
+    environ = {"PYTHONPATH": str(FAULTS), "TP_FAULT": str(file), "TPVISION_PARALLEL__START_TIMEOUT_S": "20"}
+    service = RunningService([*arguments, "--workers", "external"])
+    worker = RunningService(arguments, environ, subcommand="worker")
+    try:
+        assert service.wait_ready().encode(GOOD).status_code == 200
+        assert any("it was not ready within 20 s" in line for line in worker.log)
+        assert service.stop() == 0
+    finally:
+        service.stop()
+        worker.stop(signal.SIGINT)
+
+
 def test_the_service_ends_when_its_last_group_is_given_up() -> None:
     environ = {"TPVISION_PARALLEL__MAX_RESTARTS": "0"}
     service = RunningService(["--model", MODEL, "--tp", "1", "--groups", "2"], environ).wait_ready()

@@ -27,17 +27,23 @@ class Launcher(GroupLauncher):
     """Launches `python -c` with a program, and notes when."""
 
     def __init__(
-        self, program: str, *, max_restarts: int = 2, window_s: float = 600, start_timeout_s: float | None = 60
+        self,
+        program: str,
+        *,
+        max_restarts: int = 2,
+        window_s: float = 600,
+        start_timeout_s: float = 60,
+        is_ours: bool = True,
     ) -> None:
-        budget = {"max_restarts": max_restarts, "restart_window_s": window_s}
-        settings = Settings.model_validate({"parallel": {"device": "cpu", **budget}})
-        super().__init__(settings, group=0, socket_path=Path("unused"), start_timeout_s=start_timeout_s)
+        limits = {"max_restarts": max_restarts, "restart_window_s": window_s, "start_timeout_s": start_timeout_s}
+        settings = Settings.model_validate({"parallel": {"device": "cpu", "tensor": 2, **limits}})
+        super().__init__(settings, group=0, socket_path=Path("unused"), is_ours=is_ours)
         self._program = program
         self.launched: list[float] = []
 
     def _command(self) -> list[str]:
         self.launched.append(time.monotonic())
-        return [sys.executable, "-c", self._program]
+        return [sys.executable, "-c", self._program, self._folder.name]
 
     async def lose(self, incarnation: str) -> None:
         """The next incarnation becomes ready and ends."""
@@ -48,6 +54,7 @@ class Launcher(GroupLauncher):
 
 
 WAIT = "import time; time.sleep(60)"
+READY = "import pathlib, sys; file = pathlib.Path(sys.argv[1]).joinpath; file"
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -59,10 +66,34 @@ def test_ranks_that_end_while_they_start_burn_the_budget(status: int) -> None:
     assert third - second > 1  # a first loss is followed at once, others are not
 
 
-def test_starts_that_hang_burn_the_budget_however_long_each_may_take() -> None:
-    launcher = Launcher(WAIT, max_restarts=1, window_s=1, start_timeout_s=1.5)
+@pytest.mark.parametrize(
+    ("is_ours", "program"),
+    [(True, WAIT), (False, WAIT), (False, f"{READY}('ready-0').touch(); {WAIT}")],
+    ids=["ours", "of a front-end elsewhere", "where one of two ranks is ready"],
+)
+def test_starts_that_hang_burn_the_budget_however_long_each_may_take(is_ours: bool, program: str) -> None:
+    launcher = Launcher(program, max_restarts=1, window_s=1, start_timeout_s=1.5, is_ours=is_ours)
     with pytest.raises(BudgetSpentError, match=r"lost 2 times .* it was not ready within 1.5 s"):
         asyncio.run(asyncio.wait_for(launcher.run(), 30))
+
+
+def test_ranks_of_a_front_end_elsewhere_say_themselves_that_they_are_ready() -> None:
+    async def run() -> None:
+        first = (
+            f"{READY}('once').exists() or [file(f'ready-{{rank}}').touch() for rank in (0, 1)]; file('once').touch()"
+        )
+        launcher = Launcher(f"{first}; {WAIT}", is_ours=False)
+        running = asyncio.create_task(launcher.run())
+        await until(launcher._is_ready.is_set, timeout_s=30)
+        await asyncio.sleep(0)
+        assert not any("_kill_unless_ready" in repr(task) for task in asyncio.all_tasks())
+        await launcher.kill("lost")
+        await until(lambda: len(launcher.launched) == 2)
+        assert not launcher._is_ready.is_set() and not launcher._ready_files
+        await launcher.stop(0)
+        await running
+
+    asyncio.run(run())
 
 
 def test_a_start_that_the_machine_does_not_allow_burns_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +108,7 @@ def test_a_start_that_the_machine_does_not_allow_burns_the_budget(monkeypatch: p
 
 def test_workers_of_a_front_end_elsewhere_pause_after_a_clean_end() -> None:
     async def run() -> None:
-        launcher = Launcher("", start_timeout_s=None, max_restarts=0)
+        launcher = Launcher("", is_ours=False, max_restarts=0)
         running = asyncio.create_task(launcher.run())
         await asyncio.sleep(2.5)
         assert 2 <= len(launcher.launched) <= 3
