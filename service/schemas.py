@@ -1,7 +1,8 @@
 """Answers: which form a request asks for, and how embeddings and geometry are written in it. Pure.
 
 Every form carries the same `images` list (`ImageGeometry`) and the same embedding bytes, so forms of the same dtype
-agree bit for bit. Binary answers are lists of buffers that are sent one after the other; nothing is joined.
+agree bit for bit. Answers are lists of buffers that are sent one after the other: binary ones as they are, and JSON as
+it is made, piece by piece, so that the event loop has its turn meanwhile.
 """
 
 import base64
@@ -9,7 +10,7 @@ import io
 import json
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from service.errors import InvalidRequest, NotAcceptable, ResponseTooLarge, TooM
 from service.geometry import ImagePlan
 from service.prompts import prompt_text
 from service.safetensors_header import DTYPE_NAMES
-from service.tokens import Embeddings
+from service.tokens import Embeddings, to_float32
 from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 
 Form = Literal["application/vnd.safetensors", "application/octet-stream", "application/x-npy", "application/json"]
@@ -44,6 +45,7 @@ GEOMETRY_HEADER = "x-tpvision-images"
 METADATA_HEADER = "metadata"
 MAX_HEADER_BYTES = 7000  # of the two together; clients and proxies refuse more than 8 KiB
 JSON_FLOAT_BYTES = 12  # of one number in a JSON answer, comma included, on average (measured 11.6 for unit normals)
+_PIECE_BYTES = 2**20  # of a JSON answer: 3 ms in which nobody else has the interpreter
 
 Buffer = bytes | memoryview
 
@@ -252,46 +254,81 @@ def encode_embeddings(
             np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(embeddings.values))
             return Answer([header.getvalue(), _bytes_of(embeddings.values)], form, {GEOMETRY_HEADER: _compact(images)})
         case "application/json":
-            return Answer([_json(embeddings, plans, images, context, encoding)], form, {})
+            fields = {
+                "id": context.request_id,
+                "object": "tpvision.encoding",
+                "created": int(time.time()),
+                "model": context.model,
+                "dtype": embeddings.dtype,
+                "usage": _usage(plans),
+            }
+            return Answer(_in_pieces(_json(fields, "images", images, embeddings, encoding)), form, {})
 
 
 def openai_embeddings(
     embeddings: Embeddings, plans: Sequence[ImagePlan], context: AnswerContext, encoding: EncodingFormat
 ) -> Answer:
     """The answer of /v1/embeddings (the OpenAI API reference's CreateEmbeddingResponse)."""
-    data = [
-        {"object": "embedding", "index": index, **_embedding(embeddings, index, encoding)}
-        for index in range(len(plans))
-    ]
-    images = geometry(plans, embeddings.bounds, context.spec)
-    body = {"object": "list", "data": data, "model": context.model, "usage": _usage(plans), "images": images}
-    return Answer([orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)], "application/json", {})
+    fields = {
+        "object": "list",
+        "model": context.model,
+        "usage": _usage(plans),
+        "images": geometry(plans, embeddings.bounds, context.spec),
+    }
+    data = [{"object": "embedding", "index": index} for index in range(len(plans))]
+    return Answer(_in_pieces(_json(fields, "data", data, embeddings, encoding)), "application/json", {})
 
 
 def _json(
+    fields: Mapping[str, Any],
+    name: str,
+    entries: Sequence[Mapping[str, Any]],
     embeddings: Embeddings,
-    plans: Sequence[ImagePlan],
-    images: list[dict[str, Any]],
-    context: AnswerContext,
     encoding: EncodingFormat,
-) -> bytes:
-    body = {
-        "id": context.request_id,
-        "object": "tpvision.encoding",
-        "created": int(time.time()),
-        "model": context.model,
-        "dtype": embeddings.dtype,
-        "images": [{**image, **_embedding(embeddings, index, encoding)} for index, image in enumerate(images)],
-        "usage": _usage(plans),
-    }
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+) -> Iterator[bytes]:
+    """The fields, and a list `name` of the entries, each with its embedding."""
+    yield orjson.dumps(fields)[:-1] + f',"{name}":['.encode()
+    for index, entry in enumerate(entries):
+        has_shape = encoding == "base64" and not embeddings.is_pooled
+        shape = {"shape": embeddings.shape_of(index)} if has_shape else {}
+        yield b"," * (index > 0) + orjson.dumps({**entry, **shape})[:-1] + b',"embedding":'
+        yield from _embedding(embeddings, index, encoding)
+        yield b"}"
+    yield b"]}"
 
 
-def _embedding(embeddings: Embeddings, index: int, encoding: EncodingFormat) -> dict[str, Any]:
+def _embedding(embeddings: Embeddings, index: int, encoding: EncodingFormat) -> Iterator[bytes]:
+    """Its JSON, a few rows at a time, as nobody else has the interpreter meanwhile; by threes, for base64's sake."""
+    rows = embeddings.of_image(index)
+    step = 3 * max(1, _PIECE_BYTES // (3 * JSON_FLOAT_BYTES * embeddings.hidden))
+    parts = [rows[start : start + step] for start in range(0, len(rows), step)]
     if encoding == "base64":
-        text = base64.b64encode(_bytes_of(embeddings.of_image(index))).decode()
-        return {"embedding": text} if embeddings.is_pooled else {"embedding": text, "shape": embeddings.shape_of(index)}
-    return {"embedding": embeddings.as_float32(index).reshape(embeddings.shape_of(index))}
+        yield b'"'
+        for part in parts:
+            yield base64.b64encode(part.data)
+        yield b'"'
+    elif embeddings.is_pooled:
+        yield _numbers(embeddings.as_float32(index)[0])
+    else:
+        for number, part in enumerate(parts):
+            yield (b"," if number else b"[") + _numbers(to_float32(part, embeddings.dtype))[1:-1]
+        yield b"]"
+
+
+def _numbers(values: npt.NDArray[np.float32]) -> bytes:
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _in_pieces(parts: Iterable[bytes]) -> list[bytes]:
+    """Joined into pieces of `_PIECE_BYTES` or a little more: each one more wakes the client up once more."""
+    pieces: list[bytes] = []
+    held: list[bytes] = []
+    for part in parts:
+        held.append(part)
+        if sum(map(len, held)) >= _PIECE_BYTES:
+            pieces.append(b"".join(held))
+            held.clear()
+    return [*pieces, b"".join(held)]
 
 
 def _safetensors(
