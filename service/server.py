@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -37,6 +38,7 @@ log = logging.getLogger("tpvision.server")
 EXIT_OK = 0
 EXIT_FAILED = 1
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FILES_PER_CONNECTION = 3  # its socket, a body, and what a JSON body's images are unpacked to
 _OTHER_FILES = 512
 _BACKLOG = 2048
@@ -130,7 +132,8 @@ async def serve(
     for end in ends:
         if isinstance(end, Exception):
             raise end
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # it would end a drained process as if it had failed
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # one would end a drained process as if it had failed
     if engine.failure.done():
         log.error("the service failed: %s", engine.failure.result())
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
@@ -266,10 +269,13 @@ def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event, hang_up: asynci
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
+    def handler(number: int, _: FrameType | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(on_signal if hang_up is None or number != signal.SIGHUP else hang_up.set)
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, on_signal if hang_up is None else hang_up.set)
+    for number in _SIGNALS:  # not by the loop, which gives them back their default when it is closed
+        signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one may have come since the process began
 
 

@@ -263,7 +263,7 @@ def test_reloads_do_not_disturb_the_end(tmp_path: Path) -> None:
         service.process.send_signal(signal.SIGTERM)
         while service.process.poll() is None:
             service.process.send_signal(signal.SIGHUP)
-            time.sleep(0.01)
+            time.sleep(0.0001)
         assert service.process.wait() == 0
     assert not [line for line in service.log if "Traceback" in line]
 
