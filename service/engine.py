@@ -11,11 +11,14 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
-from service.admission import Admission, HeldBytes, Permit
+import numpy as np
+from numpy.typing import NDArray
+
+from service.admission import Admission, HeldBytes, Permit, Rows
 from service.batcher import Batcher, Entry
 from service.body import Body, ImageBytes, Item, VideoChunk
 from service.cache import ContentCache, ItemError, ItemTokens
@@ -27,6 +30,7 @@ from service.geometry import ImagePlan, plan_image
 from service.groups import GROUP_STATES, WorkerGroups
 from service.header import ImageHeader
 from service.ledger import Ledger, stopping
+from service.loan import LOAN_BYTES, Loan
 from service.memory_check import check_host
 from service.metrics import Metrics, ServiceState
 from service.plan import CapacityPlan, plan_capacity, sentences
@@ -63,6 +67,7 @@ class EncodeOptions:
     policy: Literal["refuse", "downscale"]
     tokens: TokenOptions
     param: str = "images"  # what error.param calls the list of images
+    may_lend: bool = False  # nothing but `data` and the shapes of the embeddings will be used, and that at once
     check_plans: Callable[[Sequence[ImagePlan]], None] | None = None  # the answer form's own limits, before any work
 
 
@@ -183,7 +188,8 @@ class Engine:
                     if options.settings.cache.max_bytes:
                         return await self._encode_cached(images, options, record, entries, keys)
                     async with self._computed(images, options, record, entries) as tokens:
-                        return await self._answer(tokens, options, record)
+                        rows = [entry.rows for entry in entries]
+                        return await self._answer(tokens, options, record, rows=rows)
             except ItemError as failed:
                 raise failed.named(options.param) from None
             except TimeoutError:
@@ -319,16 +325,26 @@ class Engine:
         options: EncodeOptions,
         record: RequestRecord,
         *,
+        rows: Sequence[Rows] = (),
         is_shared: bool = False,
     ) -> Encoded:
-        """`is_shared`: the tokens are the cache's, and stay as they are for as long as somebody holds them."""
+        """`rows`: where the tokens are, if in the slab. `is_shared`: nobody will ever write to them."""
         views = [item.values for item in tokens]
         with record.stage("copy"):
+            loan = self._lend(views, rows, options)
             embeddings = await off_loop(
-                lambda: read_tokens(views, self.dtype, options.tokens, options.param, is_shared=is_shared),
-                num_bytes=sum(view.nbytes for view in views),
+                lambda: read_tokens(
+                    views, self.dtype, options.tokens, options.param, is_shared=is_shared or loan is not None
+                ),
+                num_bytes=0 if loan else sum(view.nbytes for view in views),
             )
-        return Encoded(embeddings, [item.plan for item in tokens])
+        return Encoded(replace(embeddings, loan=loan), [item.plan for item in tokens])
+
+    def _lend(self, views: Sequence[NDArray[np.uint8]], rows: Sequence[Rows], options: EncodeOptions) -> Loan | None:
+        """Of one large image, asked for as it is, while the largest one that may come has room beside it."""
+        is_as_asked = options.may_lend and options.tokens == TokenOptions(self.dtype) and len(rows) == 1
+        has_room = self.admission.allocator.num_free >= options.settings.capacity.max_patches_per_image
+        return Loan(views[0], rows[0]) if is_as_asked and has_room and views[0].nbytes >= LOAN_BYTES else None
 
     async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:
         """The images of a JSON body, read in a decode process; the caller closes the result."""

@@ -65,17 +65,22 @@ class PartsResponse(Response):
     def __init__(self, answer: schemas.Answer, headers: Mapping[str, str], on_end: Callable[[], None]) -> None:
         super().__init__(media_type=answer.media_type, headers={**answer.headers, **headers})
         self.headers["content-length"] = str(answer.num_bytes)
-        # Sending waits for what was sent before: an empty last piece for a large answer, which is held until then.
-        self._parts = [*answer.parts, b""] if answer.num_bytes > _JOINED_BYTES else [b"".join(answer.parts)]
+        self._answer = answer
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: the start message, then one body message a piece."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for index, part in enumerate(self._parts, 1):
-                await send({"type": "http.response.body", "body": part, "more_body": index < len(self._parts)})
+            last = b""
+            if self._answer.num_bytes <= _JOINED_BYTES:
+                last = b"".join(self._answer.pieces())
+            else:  # sending waits for what was sent before: the last piece is empty, as the answer is held until then
+                for piece in self._answer.pieces():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
+            self._answer.release()
             self._on_end()
 
 
@@ -141,6 +146,7 @@ async def encode(request: Request, query: Annotated[EncodeQuery, Query()]) -> Re
             settings=settings_of(request),
             policy=_policy(request, query),
             tokens=TokenOptions(dtype, pooled, query.normalize),
+            may_lend=form != "application/json",
             check_plans=check_plans,
         )
 

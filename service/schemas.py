@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field
 
 from service.errors import InvalidRequest, NotAcceptable, ResponseTooLarge, TooManyImagesForForm
 from service.geometry import ImagePlan
+from service.loan import Loan
 from service.prompts import prompt_text
 from service.safetensors_header import DTYPE_NAMES
 from service.tokens import Embeddings, to_float32
@@ -47,7 +48,7 @@ MAX_HEADER_BYTES = 7000  # of the two together; clients and proxies refuse more 
 JSON_FLOAT_BYTES = 12  # of one number in a JSON answer, comma included, on average (measured 11.6 for unit normals)
 _PIECE_BYTES = 2**20  # of a JSON answer: 3 ms in which nobody else has the interpreter
 
-Buffer = bytes | memoryview
+Part = bytes | memoryview | Loan
 
 
 class ImageGeometry(BaseModel):
@@ -143,9 +144,9 @@ class AnswerContext:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A body in pieces, its media type and its own headers."""
+    """A body in parts, its media type and its own headers."""
 
-    parts: Sequence[Buffer]
+    parts: Sequence[Part]
     media_type: str
     headers: Mapping[str, str]
 
@@ -153,6 +154,21 @@ class Answer:
     def num_bytes(self) -> int:
         """Length of the body."""
         return sum(len(part) for part in self.parts)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """The body, to be sent one piece after the other; once."""
+        for part in self.parts:
+            if isinstance(part, Loan):
+                while piece := part.take():
+                    yield piece
+            else:
+                yield part
+
+    def release(self) -> None:
+        """No more of it is sent. Idempotent."""
+        for part in self.parts:
+            if isinstance(part, Loan):
+                part.release()
 
 
 def choose_form(accept: str) -> Form:
@@ -248,11 +264,11 @@ def encode_embeddings(
             return Answer(_safetensors(embeddings, plans, images, context), form, {})
         case "application/octet-stream":
             headers = {METADATA_HEADER: _vllm_metadata(embeddings, plans, context), GEOMETRY_HEADER: _compact(images)}
-            return Answer([_bytes_of(embeddings.values)], form, headers)
+            return Answer([embeddings.data], form, headers)
         case "application/x-npy":
             header = io.BytesIO()
             np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(embeddings.values))
-            return Answer([header.getvalue(), _bytes_of(embeddings.values)], form, {GEOMETRY_HEADER: _compact(images)})
+            return Answer([header.getvalue(), embeddings.data], form, {GEOMETRY_HEADER: _compact(images)})
         case "application/json":
             fields = {
                 "id": context.request_id,
@@ -333,7 +349,7 @@ def _in_pieces(parts: Iterable[bytes]) -> list[bytes]:
 
 def _safetensors(
     embeddings: Embeddings, plans: Sequence[ImagePlan], images: list[dict[str, Any]], context: AnswerContext
-) -> list[Buffer]:
+) -> list[Part]:
     # By hand, because numpy has no bfloat16: 8 bytes of header length, the JSON header, the tensors
     # (https://huggingface.co/docs/safetensors). The header is padded so that the data starts at a multiple of 8.
     grids = np.array([plan.grid for plan in plans], dtype="<i8")
@@ -355,7 +371,7 @@ def _safetensors(
         }
     ).encode()
     header += b" " * (-len(header) % 8)
-    return [struct.pack("<Q", len(header)) + header, _bytes_of(embeddings.values), grids.tobytes()]
+    return [struct.pack("<Q", len(header)) + header, embeddings.data, grids.tobytes()]
 
 
 def _vllm_metadata(embeddings: Embeddings, plans: Sequence[ImagePlan], context: AnswerContext) -> str:
@@ -385,10 +401,6 @@ def _vllm_metadata(embeddings: Embeddings, plans: Sequence[ImagePlan], context: 
 def _usage(plans: Sequence[ImagePlan]) -> dict[str, int]:
     num_tokens = sum(plan.grid.num_tokens for plan in plans)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _bytes_of(values: npt.NDArray[Any]) -> memoryview:
-    return values.data.cast("B")
 
 
 def _compact(value: Any) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.errors import NonFiniteOutput
+from service.loan import Loan
 from tp.spec import Dtype
 
 STORAGE: dict[Dtype, type[np.generic]] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -35,6 +36,12 @@ class Embeddings:
     dtype: Dtype
     bounds: Sequence[int]
     is_pooled: bool
+    loan: Loan | None = None  # of `values`, which are not ours where it is set: only `data` stays as it is
+
+    @property
+    def data(self) -> memoryview | Loan:
+        """The bytes of `values`, to be sent."""
+        return self.values.data.cast("B") if self.loan is None else self.loan
 
     @property
     def hidden(self) -> int:

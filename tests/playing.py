@@ -26,10 +26,10 @@ OnMessage = Callable[[wire.Message], None]
 Use = Callable[[Engine, Settings], Awaitable[None]]
 
 
-def played_settings(folder: Path, environ: dict[str, str]) -> Settings:
+def played_settings(folder: Path, environ: dict[str, str], model: Path = MODEL) -> Settings:
     """What a front-end whose rank is played is started with."""
     flags = {
-        "model.path": MODEL,
+        "model.path": model,
         "parallel.device": "cpu",
         "parallel.workers": "external",
         "parallel.socket": folder / "control.sock",
@@ -45,14 +45,14 @@ def join(settings: Settings, incarnation: str, on_message: OnMessage = lambda me
 
 
 def _play(settings: Settings, incarnation: str, on_message: OnMessage) -> None:
-    assert settings.parallel.socket is not None
+    assert settings.parallel.socket is not None and settings.model.path is not None
     control = ControlClient.connect(settings.parallel.socket, timeout_s=20)
     hello = wire.Hello(
         group=0,
         incarnation=incarnation,
         rank=0,
         pid=os.getpid(),
-        contract=wire.contract_for(settings, read_spec(MODEL), 1),
+        contract=wire.contract_for(settings, read_spec(settings.model.path), 1),
         weights_fingerprint="played",
     )
     welcome, descriptor = control.greet(hello)
@@ -98,10 +98,18 @@ def run_engine(folder: Path, use: Use, on_message: OnMessage = lambda message: N
     asyncio.run(main())
 
 
-async def encode(engine: Engine, num_images: int = 1, record: RequestRecord | None = None) -> Encoded:
+async def encode(
+    engine: Engine,
+    num_images: int = 1,
+    record: RequestRecord | None = None,
+    *,
+    tokens: TokenOptions | None = None,
+    may_lend: bool = False,
+) -> Encoded:
     with Body() as body:
         body.write(GOOD)
-        options = EncodeOptions(engine.settings, policy="refuse", tokens=TokenOptions("float32"))
+        tokens = tokens or TokenOptions("float32")
+        options = EncodeOptions(engine.settings, policy="refuse", tokens=tokens, may_lend=may_lend)
         return await engine.encode([body.image] * num_images, options, record or RequestRecord())
 
 
@@ -126,10 +134,11 @@ class PlayedService(RunningService):
         folder: Path,
         on_message: OnMessage = lambda message: None,
         command: Sequence[str] = COMMAND,
+        model: Path = MODEL,
         **environ: str,
     ) -> None:
-        settings = played_settings(folder, environ)
-        arguments = ["--model", str(MODEL), "--workers", "external", "--socket", str(settings.parallel.socket)]
+        settings = played_settings(folder, environ, model)
+        arguments = ["--model", str(model), "--workers", "external", "--socket", str(settings.parallel.socket)]
         super().__init__(arguments, environ, command)
         join(settings, "first", on_message)
 

@@ -33,6 +33,7 @@ from running import (
 )
 from slow_pictures import with_scans
 
+from service.demo_model import demo_config, demo_preprocessor_config
 from tp import wire
 
 pytestmark = pytest.mark.faults
@@ -285,6 +286,44 @@ def test_an_answer_that_is_not_read_ends_with_the_drain(tmp_path: Path) -> None:
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(6) == 0
     assert not [line for line in service.log if "Traceback" in line or "ERROR" in line]
+
+
+@pytest.mark.parametrize("reader", ["at once", "late", "half-closed", "leaves"])
+def test_large_tokens_leave_the_slab_whoever_reads_them(tmp_path: Path, reader: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(demo_config("full")))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(demo_preprocessor_config()))
+    head = ("POST /v1/encode HTTP/1.1", f"Content-Length: {len(LARGE)}", "Accept: application/octet-stream")
+    num_bytes = 40 * 40 * 7168 * 2
+    with PlayedService(tmp_path, model=tmp_path, TPVISION_CAPACITY__PATCH_CAPACITIES="6400") as service:
+        buffer = None if reader == "at once" else 4096
+        with connect(service, *head, body=LARGE, receive_buffer=buffer) as connection:
+            if reader == "half-closed":
+                connection.shutdown(socket.SHUT_WR)
+            if reader != "at once":  # 23 MB of tokens, of which TCP holds 4
+                wait_until(lambda: held_bytes(service) == num_bytes, timeout_s=30)
+                wait_until(lambda: num_free_patches(service.url) == 4 * 6400)
+                assert held_bytes(service) == num_bytes
+            if reader != "leaves":
+                *_, body = read_answer(connection)
+                assert len(body) == num_bytes
+            if reader in ("at once", "late"):  # the connection goes on
+                connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert read_answer(connection)[0].startswith(b"HTTP/1.1 200")
+        wait_until(lambda: held_bytes(service) == 0)
+        assert_balanced(service)
+    assert not [line for line in service.log if "Traceback" in line or "ERROR" in line]
+
+
+def read_answer(connection: socket.socket) -> tuple[bytes, bytes]:
+    """Head and body of one answer."""
+    head, body = b"", bytearray()
+    while b"\r\n\r\n" not in head:
+        head = (head + connection.recv(2**16)).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head, _, body[:] = head.partition(b"\r\n\r\n")
+    length = int(next(line for line in head.split(b"\r\n") if line.startswith(b"content-length: ")).split()[1])
+    while len(body) < length:
+        body += connection.recv(2**16)
+    return head, bytes(body)
 
 
 @pytest.mark.parametrize("waits_for", ["a reader", "a rank"])

@@ -3,13 +3,18 @@
 import asyncio
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
+from service import loan as module
+from service.admission import RowAllocator, Rows
 from service.handoff.routes import sglang_router, vllm_router
+from service.loan import Loan
 from service.routes import PartsResponse, check_key, router
 from service.schemas import Answer
 
@@ -53,3 +58,30 @@ def test_only_a_large_answer_leaves_in_pieces(parts: list[bytes], pieces: list[b
     assert dict(start["headers"])[b"content-length"] == str(sum(map(len, parts))).encode()
     assert [message["body"] for message in body] == pieces
     assert [message["more_body"] for message in body] == [True] * (len(pieces) - 1) + [False]
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 3])
+def test_a_loan_is_sent_piece_by_piece_and_ends_with_its_answer(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int | None
+) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 2**16)
+    tokens = np.arange(2**17, dtype=np.uint8).reshape(2, 2**16)
+    bodies: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if len(bodies) == fails_at:
+            raise OSError("gone")
+        bodies.append(bytes(message.get("body", b"")))
+
+    async def main() -> None:
+        allocator = RowAllocator(8)
+        (run,) = allocator.allocate([8]) or []
+        rows = Rows(run, allocator)
+        response = PartsResponse(Answer([b"head", Loan(tokens, rows)], "text/x", {}), {}, lambda: None)
+        rows.release()
+        with nullcontext() if fails_at is None else pytest.raises(OSError, match="gone"):
+            await response({"type": "http"}, None, send)  # type: ignore[arg-type]  # an answer reads nothing
+        assert allocator.num_free == 8
+
+    asyncio.run(main())
+    assert bodies == [b"", b"head", tokens[0].tobytes(), tokens[1].tobytes(), b""][:fails_at]
