@@ -3,7 +3,6 @@
 SIGHUP is kept by the kernel until it is known which command this is: `serve` reads its settings again, others end.
 """
 
-import gc
 import os
 import signal
 
@@ -13,11 +12,10 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    gc.disable()  # collections find nothing while modules are imported, and take a tenth of the time
-    from service.cli import main as run  # noqa: PLC0415 - takes most of a second, in which a container may be stopped
+    from tp.process import without_collections  # noqa: PLC0415 - not before signals are seen to
 
-    gc.freeze()
-    gc.enable()
+    with without_collections():
+        from service.cli import main as run  # noqa: PLC0415 - takes most of a second, in which a container may be stopped
     run()
 
 

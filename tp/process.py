@@ -1,14 +1,16 @@
-"""Making a process end with its parent, so that a killed front-end or torchrun leaves nothing behind; what one holds.
+"""A process of ours: it ends with its parent, so that a kill leaves nothing behind; its imports; what it holds.
 
 Linux only (prctl(2); /proc, proc(5)). The signal comes when the *thread* that started the process
 ends: parents start children from their main thread.
 """
 
+import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -31,6 +33,17 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own one dies. They stay, also when dead, until this process ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """For imports: collections find nothing in them, and take a tenth of their time. Later ones pass modules by."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _prctl(option: int, value: int) -> None:

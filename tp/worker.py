@@ -3,16 +3,12 @@
 Before anything slow is imported, it makes sure that the rank dies with its torchrun; then it becomes `tp.rank`.
 """
 
-import gc
 import os
 
-from tp.process import PARENT_VARIABLE, die_with_parent
+from tp.process import PARENT_VARIABLE, die_with_parent, without_collections
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
-    gc.disable()  # collections find nothing while modules are imported, and take a tenth of the time
-    from tp.rank import main
-
-    gc.freeze()
-    gc.enable()
+    with without_collections():
+        from tp.rank import main
     main()
