@@ -45,7 +45,8 @@ async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int
             else:
                 console.print(f"\nStill serving, in a browser too: {url}/ (end it with Ctrl-C)")
                 console.print("The same again, or with a picture of yours:\n")
-                console.print(f"  curl -s {url}/v1/encode --data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
+                console.print(f"  curl -sS --fail-with-body {url}/v1/encode ", end="")
+                console.print(f"--data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
                 limit = settings.capacity.max_patches_per_image
                 console.print(f"A picture of over {limit:,} patches is downscaled, and its answer says so; ", end="")
                 console.print("`tpvision serve` refuses it unless told otherwise.\n")

@@ -1,7 +1,7 @@
 """Merged tokens out of the slab and into the answer's dtype, pooled and normalised where asked. Pure; runs in a thread.
 
 numpy has no bfloat16: it is carried as its uint16 bits. Rounding to it is to nearest, ties to even (IEEE 754), as torch
-does. The one copy of a result is made here, where the content cache does not own it already.
+does. A result is copied here, once, unless the content cache owns it already or `service.loan` lends it.
 """
 
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ EXAMPLE_IMAGE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCB2kUIOwAAAABJRU5ErkJggg=="
 )
 
-_NOT_BASE64 = "not base64: the text has characters outside its alphabet"
+_NOT_BASE64 = "not base64, and only images are taken"
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
 _URLSAFE = str.maketrans("-_", "+/")
 
@@ -328,15 +328,15 @@ def decode_base64(text: str) -> bytes:
             raise InvalidRequest("URL fetching is off: send the image itself, as base64 or as a data URI")
         text = _data_uri_payload(text)
     if not text.isascii():
-        raise InvalidRequest(_NOT_BASE64)
+        raise InvalidRequest(f"{_NOT_BASE64}: there are characters outside its alphabet")
     text = "".join(text.split()).translate(_URLSAFE)
     digits = text.rstrip("=")
     if len(digits) % 4 == 1 or len(text) - len(digits) > 2:
-        raise InvalidRequest(f"not base64: {len(digits)} digits with {len(text) - len(digits)} of padding cannot be")
+        raise InvalidRequest(f"{_NOT_BASE64}: {len(digits)} digits with {len(text) - len(digits)} of padding cannot be")
     try:
         data = binascii.a2b_base64(digits + "=" * (-len(digits) % 4), strict_mode=True)
     except binascii.Error:
-        raise InvalidRequest(_NOT_BASE64) from None
+        raise InvalidRequest(f"{_NOT_BASE64}: there are characters outside its alphabet") from None
     if not data:
         raise InvalidRequest("an image without a single byte")
     return data

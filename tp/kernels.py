@@ -185,6 +185,8 @@ def _trial(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str | 
     x, weight, bias = (torch.randn(*shape, generator=generator).to(device, dtype) / 4 for shape in shapes)
     gelus: tuple[Gelu | None, ...] = (None, "none", "tanh")
     qkv = torch.randn(4, 3, 2, 8, generator=generator).to(device, dtype)
+    heads = torch.randn(_PACKED_FROM + 4, 1, 64, generator=generator).to(device, dtype) / 8  # q, k and v, of one head
+    sequences = Sequences.of([_PACKED_FROM, 4], device)
     rotation = torch.polar(torch.ones(4, 4), torch.rand(4, 4, generator=generator)).to(device)
     try:
         for gelu in gelus:
@@ -196,6 +198,8 @@ def _trial(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str | 
             STOCK.add_linear_(sums[0], x, weight, shift)
             kernels.add_linear_(sums[1], x, weight, shift)
             check(sums[1], sums[0])
+        attended = STOCK.attend(heads.clone(), heads, heads, sequences)
+        check(kernels.attend(heads.clone(), heads, heads, sequences), attended)
         turned = STOCK.rotate(qkv.clone()[:, :2], rotation, scale=0.5)
         for found, expected in zip(kernels.rotate(qkv[:, :2], rotation, scale=0.5), turned, strict=True):
             check(found, expected)

@@ -1,4 +1,4 @@
-"""`tpvision bench http`: a load over HTTP, open loop, and what became of it.
+"""`tpvision bench http`: a load over HTTP, open or closed loop, and what became of it.
 
     for each rate: load client in a process of its own | /livez polled from here | CPU and memory from the kernel
 

@@ -132,7 +132,6 @@ COLUMNS = (
 _NOTES = (
     "s: median time of one forward; formula: the contender's first batch scaled by FLOPs; GEMM: the best of a block's "
     "four matrix products over as many rows, all threads or GPUs, in the same rounds; MFU: GFLOP/s over GEMM.",
-    "chooser: what a service's mode chooser predicts, fitted before the first batch; chosen: the mode it would take.",
     "peak MB: growth of the largest rank's private and shared memory over what it held with its weights; tensors MB: "
     "the same as torch counts it; others: CPU that other processes used.",
 )
@@ -342,4 +341,7 @@ def _chooser_note(rows: Sequence[Row]) -> list[str]:
     ]
     if not losses:
         return []
-    return [f"the chosen mode took at most {max(losses):.1%} longer than the better one, over {len(losses)} batch(es)"]
+    return [
+        "chooser: what a service's mode chooser predicts, fitted before the first batch; chosen: the mode it would "
+        f"take, which took at most {max(losses):.1%} longer than the better one, over {len(losses)} batch(es)."
+    ]

@@ -82,6 +82,18 @@ def test_a_product_is_added_in_place(kernels: Kernels, device: str, has_bias: bo
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_cannot_pack_what_attention_packs_are_not_used(dtype: torch.dtype) -> None:
+    class Unpacking(OneDNNKernels):
+        def prepare(self, weight: Tensor, rows: int) -> Tensor:
+            if super().prepare(weight, rows).layout == torch._mkldnn:  # type: ignore[attr-defined]
+                raise RuntimeError("no such operator")
+            return weight.contiguous()
+
+    assert module._trial(ONEDNN, CPU, dtype) is None
+    assert module._trial(Unpacking(), CPU, dtype) == "no such operator"
+
+
 def test_a_gelu_that_is_off_by_little_will_not_do_in_float32() -> None:
     fused = FusedLinearKernels()  # its tanh GELU is the exact one on a CPU: off by up to 5e-4
     assert module._trial(fused, CPU, torch.bfloat16) is None

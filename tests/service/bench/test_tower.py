@@ -84,7 +84,8 @@ def test_what_the_chooser_costs_is_told_over_batches_that_were_run_in_both_modes
     other = replace(ROW, contender="2 ranks, gloo", seconds=0.1)
     assert tp.mark == "chosen"
     assert _chooser_note([tp, dp, other]) == [
-        "the chosen mode took at most 25.0% longer than the better one, over 1 batch(es)"
+        "chooser: what a service's mode chooser predicts, fitted before the first batch; chosen: the mode it would "
+        "take, which took at most 25.0% longer than the better one, over 1 batch(es)."
     ]
     right = [replace(tp, batch="2 x 64", is_chosen=False), replace(dp, batch="2 x 64", is_chosen=True)]
     assert "25.0% longer than the better one, over 2 batch" in _chooser_note([tp, dp, *right])[0]
