@@ -47,6 +47,10 @@ class RowAllocator:
         self.num_free -= sum(sizes)
         return runs
 
+    def has_room(self, size: int) -> bool:
+        """Whether a run of that size is free."""
+        return any(end - start >= size for start, end in self._free)
+
     def free(self, run: Run) -> None:
         """Give a run back; it is merged with the free ranges beside it."""
         index = bisect.bisect(self._free, (run.start, run.end))

@@ -343,7 +343,7 @@ class Engine:
     def _lend(self, views: Sequence[NDArray[np.uint8]], rows: Sequence[Rows], options: EncodeOptions) -> Loan | None:
         """Of one large image, asked for as it is, while the largest one that may come has room beside it."""
         is_as_asked = options.may_lend and options.tokens == TokenOptions(self.dtype) and len(rows) == 1
-        has_room = self.admission.allocator.num_free >= options.settings.capacity.max_patches_per_image
+        has_room = self.admission.allocator.has_room(options.settings.capacity.max_patches_per_image)
         return Loan(views[0], rows[0]) if is_as_asked and has_room and views[0].nbytes >= LOAN_BYTES else None
 
     async def unpack(self, body: Body, route: Route, limits: LimitSettings) -> UnpackedBody:

@@ -131,6 +131,19 @@ def test_tokens_of_one_image_are_lent_while_another_one_has_room(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("lends_all")
+def test_tokens_are_copied_out_where_the_room_beside_them_is_in_pieces(tmp_path: Path) -> None:
+    async def use(engine: Engine, settings: Settings) -> None:
+        allocator = engine.admission.allocator
+        before, others = allocator.allocate([40, 16]) or []
+        allocator.free(before)  # of which the image leaves 16 rows, and 8 are free behind the others'
+        encoded = await encode(engine, may_lend=True)
+        assert encoded.embeddings.loan is None
+        allocator.free(others)
+
+    run_engine(tmp_path, use, **{**LENDING, "TPVISION_CAPACITY__SLAB_PATCHES": "64"})
+
+
+@pytest.mark.usefixtures("lends_all")
 @pytest.mark.parametrize(
     ("num_images", "tokens", "cache"),
     [
