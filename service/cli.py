@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import uvloop
 from rich.console import Console
 
+from service import signals
 from service.app import create_routes
 from service.bench.command import add_bench
 from service.check import check_model
 from service.check import render as render_check
-from service.demo import demo_settings, run_demo
+from service.demo import demo_settings, made_model, run_demo
 from service.demo_model import DemoModelError, write_demo_model
 from service.embed import EmbedError, EmbedStopped, Job, Tally, embed, embed_with_own_service
 from service.embed_journal import JournalError
@@ -98,8 +99,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be anything
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if arguments.run not in (run_serve, run_worker):  # they wait until they have a handler
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+        if arguments.run not in (run_serve, run_worker):  # they wait until they have handlers
+            signals.like_ctrl_c()
         sys.exit(arguments.run(arguments))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -143,7 +144,8 @@ def run_worker(arguments: argparse.Namespace) -> int:
 def run_demo_command(arguments: argparse.Namespace) -> int:
     """`tpvision demo`: make a model, serve it, send it a photograph."""
     _need_torch()
-    return _run(run_demo(arguments.size, arguments.out, port=arguments.port, once=arguments.once, tp=arguments.tp))
+    with made_model(arguments.size, arguments.out) as folder:
+        return _run(run_demo(folder, arguments.size, port=arguments.port, once=arguments.once, tp=arguments.tp))
 
 
 def run_embed(arguments: argparse.Namespace) -> int:
@@ -349,8 +351,7 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
 @contextlib.contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """SIGTERM like Ctrl-C: what is half written is removed, what was downloaded is kept, and one line says so."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """What is half written is removed, what was downloaded is kept, and one line says so."""
     try:
         yield
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from service import decode_process as child
+from service import signals
 from service.body import Body, ImageBytes, Item, VideoChunk
 from service.errors import (
     BY_CODE,
@@ -352,13 +353,14 @@ class _Process:
         with theirs:
             command = [sys.executable, "-m", child.__name__, str(theirs.fileno()), str(slab_fd), str(os.getpid())]
             try:
-                self._popen = subprocess.Popen(
-                    command,
-                    cwd=_ROOT,
-                    env={"GLIBC_TUNABLES": _MALLOC, **os.environ, **_OWN_ENVIRON},
-                    pass_fds=(theirs.fileno(), slab_fd),
-                    stdin=subprocess.DEVNULL,
-                )
+                with signals.held_back():  # until it ignores them: it would end before it is ready
+                    self._popen = subprocess.Popen(
+                        command,
+                        cwd=_ROOT,
+                        env={"GLIBC_TUNABLES": _MALLOC, **os.environ, **_OWN_ENVIRON},
+                        pass_fds=(theirs.fileno(), slab_fd),
+                        stdin=subprocess.DEVNULL,
+                    )
             except OSError:
                 ours.close()
                 raise

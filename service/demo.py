@@ -26,32 +26,38 @@ from tp.spec import check_world_size, read_spec
 PHOTOGRAPH = Path(__file__).parent / "assets" / "photograph.jpg"
 
 
-async def run_demo(size: Literal["tiny", "full"], out: Path | None, *, port: int, once: bool, tp: int) -> int:
-    """Make, serve, ask, print; then serve on until a signal, or exit at once. The exit status."""
-    console = Console(highlight=False, soft_wrap=True)
+async def run_demo(folder: Path, size: Literal["tiny", "full"], *, port: int, once: bool, tp: int) -> int:
+    """Serve the model in `folder`, ask, print; then serve on until a signal, or exit at once. The exit status."""
+    console = _console()
+    settings = demo_settings(folder, port=port, tp=tp)
+    start_logging(settings)
+    check_world_size(read_spec(folder), tp)
+    stop = asyncio.Event()
+
+    async def on_ready(url: str) -> None:
+        if size == "full":
+            console.print("sending the photograph: K3's true shape takes a minute or two on a few cores")
+        await _show_photograph(console, url)
+        if once:
+            stop.set()
+        else:
+            console.print(f"\nStill serving, in a browser too: {url}/ (end it with Ctrl-C)")
+            console.print("The same again, or with a picture of yours:\n")
+            console.print(f"  curl -sS --fail-with-body {url}/v1/encode ", end="")
+            console.print(f"--data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
+            limit = settings.capacity.max_patches_per_image
+            console.print(f"A picture of over {limit:,} patches is downscaled, and its answer says so; ", end="")
+            console.print("`tpvision serve` refuses it unless told otherwise.\n")
+
+    return await serve(settings, read_spec(folder), on_ready=on_ready, stop=stop)
+
+
+@contextmanager
+def made_model(size: Literal["tiny", "full"], out: Path | None) -> Iterator[Path]:
+    """The folder of a demo model, which is removed after the block unless it is `out`."""
     with _model_folder(out) as folder:
-        _make_model(console, folder, size)
-        settings = demo_settings(folder, port=port, tp=tp)
-        start_logging(settings)
-        check_world_size(read_spec(folder), tp)
-        stop = asyncio.Event()
-
-        async def on_ready(url: str) -> None:
-            if size == "full":
-                console.print("sending the photograph: K3's true shape takes a minute or two on a few cores")
-            await _show_photograph(console, url)
-            if once:
-                stop.set()
-            else:
-                console.print(f"\nStill serving, in a browser too: {url}/ (end it with Ctrl-C)")
-                console.print("The same again, or with a picture of yours:\n")
-                console.print(f"  curl -sS --fail-with-body {url}/v1/encode ", end="")
-                console.print(f"--data-binary @{PHOTOGRAPH} -o embeddings.safetensors\n")
-                limit = settings.capacity.max_patches_per_image
-                console.print(f"A picture of over {limit:,} patches is downscaled, and its answer says so; ", end="")
-                console.print("`tpvision serve` refuses it unless told otherwise.\n")
-
-        return await serve(settings, read_spec(folder), on_ready=on_ready, stop=stop)
+        _make_model(_console(), folder, size)
+        yield folder
 
 
 def demo_settings(folder: Path, *, port: int, tp: int) -> Settings:
@@ -66,6 +72,10 @@ def demo_settings(folder: Path, *, port: int, tp: int) -> Settings:
         "server.log_format": "console",
     }
     return load_settings(environ=os.environ, flags=flags).settings
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -15,12 +15,12 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from service import signals
 from service.app import create_app, create_probe_app, read_keys, set_keys
 from service.engine import Engine
 from service.keys import KeyRing, watch
@@ -38,7 +38,6 @@ log = logging.getLogger("tpvision.server")
 EXIT_OK = 0
 EXIT_FAILED = 1
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FILES_PER_CONNECTION = 3  # its socket, a body, and what a JSON body's images are unpacked to
 _OTHER_FILES = 512
 _BACKLOG = 2048
@@ -132,8 +131,7 @@ async def serve(
     for end in ends:
         if isinstance(end, Exception):
             raise end
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # one would end a drained process as if it had failed
+    signals.ignore()
     if engine.failure.done():
         log.error("the service failed: %s", engine.failure.result())
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
@@ -269,14 +267,12 @@ def _watch_signals(stop: asyncio.Event, stop_now: asyncio.Event, hang_up: asynci
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
-    def handler(number: int, _: FrameType | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(on_signal if hang_up is None or number != signal.SIGHUP else hang_up.set)
-
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:  # not by the loop, which gives them back their default when it is closed
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # one may have come since the process began
+    actions: dict[signal.Signals, Callable[[], object]] = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal}
+    if hang_up is not None:
+        actions[signal.SIGHUP] = hang_up.set
+    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+        actions[signal.SIGHUP] = on_signal
+    signals.watch(actions)
 
 
 def _listen(settings: Settings) -> list[socket.socket]:

@@ -12,6 +12,7 @@ import signal
 import socket
 from pathlib import Path
 
+from service import signals
 from service.launcher import BudgetSpentError, GroupLauncher, StartRefusedError
 from service.memory_check import check_host
 from tp.settings import Settings, SettingsError
@@ -38,16 +39,21 @@ async def host_workers(settings: Settings, spec: EncoderSpec, group: int) -> int
         is_needed = not stopping and _somebody_listens(socket_path)
         stopping.append(loop.create_task(launcher.stop(settings.limits.drain_timeout_s if is_needed else 0)))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, log.info, "settings are read again at the next start only")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    signals.watch(
+        {
+            signal.SIGTERM: on_signal,
+            signal.SIGINT: on_signal,
+            signal.SIGHUP: lambda: log.info("settings are read again at the next start only"),
+        }
+    )
     try:
         await running
+        await asyncio.gather(*stopping)
     except (StartRefusedError, BudgetSpentError) as error:
         log.error("the worker group failed: %s", error)
         return 1
-    await asyncio.gather(*stopping)
+    finally:
+        signals.ignore()
     return 0
 
 

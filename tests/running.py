@@ -174,6 +174,11 @@ def holds_back_sighup(pid: int) -> bool:
     return _has_signal(pid, "SigBlk", signal.SIGHUP)
 
 
+def ignores_sighup(pid: int) -> bool:
+    """Whether a process never hears of it."""
+    return _has_signal(pid, "SigIgn", signal.SIGHUP)
+
+
 def _has_signal(pid: int, mask: str, number: int) -> bool:
     """By a mask of proc(5)."""
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())

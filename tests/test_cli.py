@@ -25,8 +25,10 @@ from running import (
     ROOT,
     RunningService,
     catches_sigterm,
+    decoders_of,
     descendants,
     holds_back_sighup,
+    ignores_sighup,
     is_alive,
     ranks_below,
     ranks_of,
@@ -216,11 +218,20 @@ def test_a_signal_early_in_the_start_ends_it_quietly(number: int, later_s: float
     assert not [line for line in service.log if "Traceback" in line]
 
 
+def test_ctrl_c_early_in_the_start_reaches_all_processes_of_the_terminal_and_ends_it_quietly() -> None:
+    service = RunningService(["--model", str(MODEL)], command=("setsid", *COMMAND))
+    wait_until(lambda: bool(decoders_of(service)))  # which take a while until they have handlers of their own
+    os.killpg(service.process.pid, signal.SIGINT)
+    assert service.process.wait(30) == 0
+    service.stop()
+    assert not [line for line in service.log if "Traceback" in line]
+
+
 def test_a_hangup_early_in_any_other_command_ends_it() -> None:
     with subprocess.Popen([*COMMAND, "plan"], cwd=ROOT, stdout=subprocess.DEVNULL) as ended:
         wait_until(lambda: holds_back_sighup(ended.pid))
         ended.send_signal(signal.SIGHUP)
-    assert ended.returncode == -signal.SIGHUP
+    assert ended.returncode == 130
 
 
 def test_a_hangup_ends_a_demo_that_removes_its_model(tmp_path: Path) -> None:
@@ -234,6 +245,27 @@ def test_a_hangup_ends_a_demo_that_removes_its_model(tmp_path: Path) -> None:
         demo.stdout.read()
     assert demo.returncode == 0
     assert not any(tmp_path.glob("tpvision-demo-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_demo_that_is_ended_while_it_makes_its_model_removes_it(tmp_path: Path, number: int) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*COMMAND, "demo", "--size", "full", "--port", "0"], cwd=ROOT, env=environ) as demo:
+        wait_until(lambda: any(tmp_path.glob("tpvision-demo-*/*")))
+        demo.send_signal(number)
+    assert demo.returncode == 130
+    assert not any(tmp_path.iterdir())
+
+
+def test_nohup_keeps_a_hangup_from_a_demo() -> None:
+    command = ["nohup", *COMMAND, "demo", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
+        assert demo.stdout is not None
+        next(line for line in demo.stdout if b"slab:" in line)  # it has its handlers by then
+        assert ignores_sighup(demo.pid) and catches_sigterm(demo.pid)
+        demo.terminate()
+        demo.stdout.read()
+    assert demo.returncode == 0
 
 
 def test_accepted_requests_finish_while_draining() -> None:
@@ -308,4 +340,9 @@ def test_external_workers_whose_front_end_has_gone_stop_at_once(tmp_path: Path) 
         assert service.stop() == 0  # first, as Kubernetes stops a pod with a sidecar
         wait_until(lambda: bool(set(descendants(worker.pid)) - set(before)))  # the group is there for the next one
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(10) == 0  # and not for the drain limit, 60 s
+        deadline = time.monotonic() + 10  # and not for the drain limit, 60 s
+        while worker.poll() is None:
+            assert time.monotonic() < deadline
+            worker.send_signal(signal.SIGHUP)  # also when its work is over, and its loop is closed
+            time.sleep(0.0001)
+        assert worker.returncode == 0

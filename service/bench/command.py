@@ -5,7 +5,6 @@ import contextlib
 import math
 import os
 import re
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -184,7 +183,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _show(part: Part, arguments: argparse.Namespace) -> int:
     """Run a part, saying on standard error how far it is, and print its report."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started ends, folders are removed
     console = Console(stderr=True)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
