@@ -181,7 +181,7 @@ def test_json_that_waits_to_be_read_has_a_deadline_and_a_client_that_may_leave()
 
 
 def test_stopped_decode_processes_cost_no_request(start_service: Callable[..., RunningService]) -> None:
-    service = start_service("--model", MODEL, "--tp", "1", TPVISION_LIMITS__DECODE_TIMEOUT_S="3")
+    service = start_service("--model", MODEL, "--tp", "1", TPVISION_LIMITS__DECODE_TIMEOUT_S="1")
     in_json = json.dumps({"images": [base64.b64encode(GOOD).decode()]})
     for content, kind in ((GOOD, "image/png"), (in_json, "application/json")):
         stop_decoders(service)
