@@ -7,7 +7,7 @@ tp/kernels.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -86,14 +86,15 @@ def attend_in_runs(
     sequences: Sequences,
     products: Products,
     *,
-    run_of: Callable[[int], int] = query_run,
+    run_of: Callable[[int], int] | None = None,
 ) -> Tensor:
-    """The same by matrix products: per image and head, the scores of `run_of(n)` queries at a time.
+    """The same by matrix products: per image and head, the scores of `run_of(n)` queries at a time (`query_run`'s).
 
     A large product runs nearer to a CPU's peak than the tiles of a fused kernel; where its scores leave the caches, the
     softmax is what takes long. Scores are rounded to q's dtype (as in the published modelling code); the softmax is
     float32 inside and subtracts the maximum.
     """
+    run_of = run_of or partial(query_run, threads=torch.get_num_threads())
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for rows, length in zip(sequences.rows, sequences.lengths, strict=True):
         for head in range(q.shape[1]):

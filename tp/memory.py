@@ -120,14 +120,17 @@ def arena_rows(spec: EncoderSpec, *, num_patches: int, dtype: Dtype) -> Rows:
     )
 
 
-def query_run(num_patches: int) -> int:
-    """Queries of an image of that size whose scores attention on a CPU holds at a time: the more keys, the fewer."""
-    return max(FEWEST_QUERIES, min(MOST_QUERIES, _SCORES // num_patches // 32 * 32))
+def query_run(num_patches: int, threads: int) -> int:
+    """Queries of an image of that size whose scores attention on a CPU holds at a time: the more keys, the fewer.
+
+    `threads` share them, each with a second-level cache of its own.
+    """
+    return max(FEWEST_QUERIES, min(MOST_QUERIES, _SCORES * threads // num_patches // 32 * 32))
 
 
-def most_scores(num_patches: int) -> int:
+def most_scores(num_patches: int, threads: int) -> int:
     """Scores that attention on a CPU holds at a time at most, of images of up to so many patches."""
-    of_shorter = min(num_patches, MOST_QUERIES) * min(num_patches, _SCORES // MOST_QUERIES)
+    of_shorter = min(num_patches, MOST_QUERIES) * min(num_patches, _SCORES * threads // MOST_QUERIES)
     return max(of_shorter, min(num_patches, FEWEST_QUERIES) * num_patches)
 
 
@@ -258,7 +261,7 @@ class _Sizes:
             self.all_qkv,
             self.attended,
             _row("keys and values of a head, one as it was", (3, "times"), self.patches, head, self.size),
-            _row("scores", (most_scores(self.patches[0]), "at a time"), self.size),
+            _row("scores", (most_scores(self.patches[0], self.threads), "at a time"), self.size),
             _row("attention output of a run", run, head, self.size),
         )
 

@@ -79,15 +79,22 @@ def test_formulas_multiply_to_their_bytes() -> None:
         assert math.prod(counts) == row.num_bytes, row
 
 
-def test_scores_of_every_image_are_planned_for() -> None:
+def test_runs_of_queries_shrink_with_patches_and_grow_with_threads() -> None:
+    sizes = (4, 1024, 3072, 4096, 65_536)
+    assert [query_run(size, 1) for size in sizes] == [512, 512, 160, 128, 128]
+    assert [query_run(size, 2) for size in sizes] == [512, 512, 320, 256, 128]
+    assert [query_run(size, 64) for size in sizes] == [512, 512, 512, 512, 512]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, 64])
+def test_scores_of_every_image_are_planned_for(threads: int) -> None:
     sizes = range(4, 70_000, 4)
-    assert {query_run(size) for size in sizes} == set(range(128, 513, 32))
-    assert [query_run(size) for size in (4, 1024, 3072, 4096, 65_536)] == [512, 512, 160, 128, 128]
+    assert {query_run(size, 1) for size in sizes} == set(range(128, 513, 32))
     most = 0
     for size in sizes:
-        most = max(most, min(size, query_run(size)) * size)
-        assert most <= most_scores(size)
-    assert most_scores(65_536) == 128 * 65_536
+        most = max(most, min(size, query_run(size, threads)) * size)
+        assert most <= most_scores(size, threads)
+    assert most_scores(65_536, 1) == 128 * 65_536
 
 
 def test_scratch_grows_with_patches_and_shrinks_with_ranks() -> None:
