@@ -396,7 +396,7 @@ class Engine:
         try:
             await self._groups.start()  # first: torch takes longest, and decode processes start meanwhile
             await self._decoders.start()
-        except BaseException:
+        except BaseException:  # a cancelled start leaves no process either
             await self.stop()
             raise
 
