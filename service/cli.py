@@ -24,6 +24,7 @@ from service.app import create_routes
 from service.bench.command import add_bench
 from service.check import check_model
 from service.check import render as render_check
+from service.decoders import DecoderStartError
 from service.demo import demo_settings, made_model, run_demo
 from service.demo_model import DemoModelError, write_demo_model
 from service.embed import EmbedError, EmbedStopped, Job, Tally, embed, embed_with_own_service
@@ -75,6 +76,7 @@ _USER_ERRORS = (
     CheckpointError,
     SlabError,
     MemoryShortError,
+    DecoderStartError,
     ServeError,
     ControlSocketError,
     KeysError,
@@ -333,7 +335,8 @@ def _read_model(settings: Settings, *, with_weights: bool) -> EncoderSpec:
 def _need_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise SettingsError(
-            "the workers need torch, which is not installed here: in a checkout, pip install '.[worker]'"
+            "the workers need torch, which is not installed here: in a checkout, "
+            "pip install -c constraints.txt -e '.[worker]'"
         )
 
 

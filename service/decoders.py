@@ -75,7 +75,7 @@ log = logging.getLogger("tpvision.decoders")
 
 
 class DecoderStartError(RuntimeError):
-    """A decode process ended, or hung, before it was ready."""
+    """A decode process could not be started, or ended, or hung, before it was ready."""
 
 
 class UnpackedBody:
@@ -315,14 +315,17 @@ class DecoderPool:
             await asyncio.sleep(_BACK_OFF_S[min(num_failures, len(_BACK_OFF_S) - 1)])
             try:
                 return await self._start_process()
-            except (OSError, DecoderStartError) as error:
+            except DecoderStartError as error:
                 log.error("%s", error)
         raise AssertionError("unreachable")
 
     async def _start_process(self) -> "_Process":
-        process = _Process(self._slab.fd, on_gone=self._processes.discard)
-        self._processes.add(process)
-        process.send(orjson.dumps(self._start), ())
+        try:
+            process = _Process(self._slab.fd, on_gone=self._processes.discard)
+            self._processes.add(process)
+            process.send(orjson.dumps(self._start), ())
+        except OSError as error:  # no memory, processes or files for it, or it has ended already
+            raise DecoderStartError(f"a decode process cannot be started: {error.strerror}") from error
         if await process.receive(START_TIMEOUT_S) is None:
             reason = "too slow" if process.ending else _DiedError(process.exit_code)
             raise DecoderStartError(f"a decode process did not start ({reason})")

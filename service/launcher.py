@@ -27,6 +27,7 @@ _PAUSE_S = 1.0  # before a start after a clean end
 _SHUTDOWN_GRACE_S = 5
 _NOT_STARTED = -1
 _LOOK_EVERY_S = 0.5  # whether ranks have said that they are ready
+_TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")  # of images: float32 with 10 bits
 _ROOT = Path(__file__).parents[1]  # where `tp` can be imported from, installed or not
 
 
@@ -240,6 +241,8 @@ def rank_environ(settings: Settings, group: int) -> dict[str, str]:
         settings.rank_threads(len(os.sched_getaffinity(0)))
     )  # torchrun would set 1 and warn
     environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
+    for variable in _TF32_VARIABLES:
+        environ.pop(variable, None)
     if settings.parallel.device != "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(
             devices_of_group(group, settings.parallel, environ.get("CUDA_VISIBLE_DEVICES"))

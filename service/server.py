@@ -75,8 +75,8 @@ async def serve(
     """Run the service until a signal, `stop`, or a failure; the exit status. `on_ready(url)` is awaited once.
 
     `read_again`, called in a thread after SIGHUP, gives the settings as a start would have them now, or raises what it
-    would. Raises ServeError, MemoryShortError, SlabError, ControlSocketError, KeysError or HandoffError when it
-    cannot start.
+    would. Raises ServeError, MemoryShortError, SlabError, DecoderStartError, ControlSocketError, KeysError or
+    HandoffError when it cannot start.
     """
     stop = stop or asyncio.Event()
     stop_now = asyncio.Event()

@@ -94,6 +94,15 @@ def test_a_start_that_cannot_work_stops_with_the_reason(arguments: list[str], wo
     assert "Traceback" not in ended.stderr
 
 
+def test_a_start_without_decode_processes_stops_with_the_reason(tmp_path: Path) -> None:
+    program = "import os, sys\nif 'service.decode_process' in sys.orig_argv:\n    os._exit(7)\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    ended = tpvision("serve", "--model", str(MODEL), "--port", "0", PYTHONPATH=str(tmp_path))
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("tpvision: a decode process did not start (exit code 7)\n")
+    assert "Traceback" not in ended.stderr
+
+
 def test_variables_of_other_tools_do_no_harm() -> None:
     environ = {"WEB_CONCURRENCY": "four", "WORLD_SIZE": "7", "RANK": "5", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
     service = RunningService(["--model", str(MODEL), "--tp", "2"], environ).wait_ready()

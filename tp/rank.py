@@ -40,6 +40,7 @@ _CONNECT_TIMEOUT_S = 60.0
 _POLL_S = 50e-6  # of the device, which nothing tells when it is done
 _PROGRESS_EVERY_S = 0.1
 _SMALLEST_PATCHES = 4  # of one token
+_DEVICE_FILES = Path("/dev")
 
 
 class FatalStartError(RuntimeError):
@@ -253,7 +254,16 @@ def _free_bytes(device: torch.device) -> int:
 def choose_device(settings: Settings) -> torch.device:
     """The device of this rank. Raises FatalStartError when CUDA is asked for and there are fewer GPUs than ranks."""
     wanted, local_rank = settings.parallel.device, int(os.environ["LOCAL_RANK"])
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted == "auto" and not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if visible and (gpus := sorted(file.name for file in _DEVICE_FILES.glob("nvidia[0-9]*"))):
+            log.warning(
+                "rank %d computes on CPU: torch sees no GPU, but there are %s here (CUDA_VISIBLE_DEVICES=%s): are they "
+                "fewer than parallel.tensor x parallel.groups, or torch a build for CPU?",
+                *(local_rank, ", ".join(gpus), visible),
+            )
         return torch.device("cpu")
     if torch.cuda.device_count() <= local_rank:
         raise FatalStartError(f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} visible")

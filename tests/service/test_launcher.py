@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from running import until
 
-from service.launcher import BudgetSpentError, GroupLauncher, devices_of_group
+from service.launcher import BudgetSpentError, GroupLauncher, devices_of_group, rank_environ
 from tp.settings import ParallelSettings, Settings
 
 
@@ -21,6 +22,16 @@ from tp.settings import ParallelSettings, Settings
 def test_a_group_has_its_devices(visible: str | None, first: str, second: str) -> None:
     parallel = ParallelSettings(tensor=2, groups=2)
     assert ["".join(devices_of_group(group, parallel, visible)) for group in (0, 1)] == [first, second]
+
+
+def test_float32_is_not_cut_short_by_variables_of_a_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.setenv(variable, "1")
+    environ = rank_environ(Settings(), group=0)
+    assert "NVIDIA_TF32_OVERRIDE" not in environ  # read by libraries of CUDA
+    ask = "import torch; print(torch.get_float32_matmul_precision())"
+    answer = subprocess.run([sys.executable, "-c", ask], env=environ, check=True, capture_output=True, text=True)
+    assert answer.stdout == "highest\n"
 
 
 class Launcher(GroupLauncher):

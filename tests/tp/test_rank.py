@@ -1,23 +1,28 @@
 """The serve loop with a real slab, encoder and control socket: what is started when, and answered in which order."""
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from goldens import GOLDEN, spec_of
 from running import wait_until
 
+import tp.rank
 from tp import wire
 from tp.control import EXIT_FRONT_END_GONE, ControlClient
 from tp.parallel import TPGroup
-from tp.rank import serve
+from tp.rank import choose_device, serve
 from tp.runner import BatchError, Bytes, EncodeReport, Pending, Runner
+from tp.settings import Settings
 from tp.slab import Slab, SlabLayout
 from tp.spec import Grid
 
@@ -241,3 +246,28 @@ def test_in_data_parallel_mode_a_rank_writes_its_own_images_and_names_them_by_th
         each.runner._whole.projector.fc1.weight.fill_(float("nan"))  # type: ignore[union-attr]
         each.send(batch)
         assert each.receive_done().non_finite == [index for index, mine in enumerate(is_mine) if mine]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "is_told"),
+    [(["nvidia0", "nvidiactl"], "1", True), (["nvidia0", "nvidiactl"], "", False), ([], "0", False)],
+    ids=["fewer GPUs than ranks", "GPUs hidden on purpose", "no GPU"],
+)
+def test_a_rank_without_its_gpu_says_so(
+    gpus: list[str],
+    visible: str,
+    is_told: bool,
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in gpus:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(tp.rank, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with caplog.at_level(logging.WARNING):
+        assert choose_device(Settings()) == torch.device("cpu")
+    assert ("torch sees no GPU, but there are nvidia0 here (CUDA_VISIBLE_DEVICES=1)" in caplog.text) == is_told
