@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import tempfile
@@ -54,6 +55,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 _PLAN_COLUMNS = 132
 _SHOWN_ERRORS = 5
+_FEWEST_FILES = 64  # open at a time; a start takes half of them
 _KEY_VARIABLE = "TPVISION_API_KEY"  # an argument would show in the list of processes
 _FLAGS = {  # flag -> setting
     "model": "model.path",
@@ -120,7 +122,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """`tpvision serve`: the front-end, and its workers unless they are external."""
     settings = _load(arguments).settings
     start_logging(settings)
-    _need_temporary_folder()
+    _need_files()
     has_ranks = settings.parallel.workers == "managed"  # else the weights may be in the workers' container alone
     if has_ranks:
         _need_torch()
@@ -138,13 +140,14 @@ def run_worker(arguments: argparse.Namespace) -> int:
     """`tpvision worker`: one worker group for a front-end that runs with `--workers external`."""
     settings = _load(arguments).settings
     start_logging(settings)
-    _need_temporary_folder()
+    _need_files()
     _need_torch()
     return _run(host_workers(settings, _read_model(settings, with_weights=True), arguments.group))
 
 
 def run_demo_command(arguments: argparse.Namespace) -> int:
     """`tpvision demo`: make a model, serve it, send it a photograph."""
+    _need_files()
     _need_torch()
     with made_model(arguments.size, arguments.out) as folder:
         return _run(run_demo(folder, arguments.size, port=arguments.port, once=arguments.once, tp=arguments.tp))
@@ -174,7 +177,7 @@ def run_embed(arguments: argparse.Namespace) -> int:
         else:
             settings = _own_settings(arguments, stack)
             start_logging(settings)
-            _need_temporary_folder()
+            _need_files()
             _need_torch()
             spec = _read_model(settings, with_weights=True)
             tally = _run(embed_with_own_service(job, sources, settings, spec))
@@ -220,6 +223,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     settings = _load(arguments).settings
     start_logging(settings)
     find_model(settings)
+    _need_files()
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         work = check_model(
@@ -340,11 +344,17 @@ def _need_torch() -> None:
         )
 
 
-def _need_temporary_folder() -> None:
+def _need_files() -> None:
+    """What every process needs that starts others: a folder for temporary files, and open files."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:  # a container's read-only root without a tmpfs
         raise SettingsError(f"no folder for temporary files can be written to: {error.strerror}") from error
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < _FEWEST_FILES:
+        raise SettingsError(f"{hard} open files are allowed here (ulimit -n), and at least {_FEWEST_FILES} are needed")
+    if 0 <= soft < _FEWEST_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_FEWEST_FILES, hard))
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

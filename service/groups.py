@@ -45,7 +45,7 @@ class WorkerGroups:
         self._settings = settings
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
+        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-", ignore_cleanup_errors=True)
         self._launchers: dict[int, GroupLauncher] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False

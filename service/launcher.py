@@ -66,7 +66,7 @@ class GroupLauncher:
         self._incarnation: str | None = None
         self._is_excused = False
         self._kill_reason: str | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-")
+        self._folder = tempfile.TemporaryDirectory(prefix="tpvision-", ignore_cleanup_errors=True)
         self._is_ready = asyncio.Event()
         self.num_launches = 0
 
@@ -129,14 +129,14 @@ class GroupLauncher:
         await process.wait()
 
     async def _launch_once(self) -> int:
-        for file in (self._error_file, *self._ready_files):
-            file.unlink(missing_ok=True)
         self._kill_reason = None
         self._incarnation = None
         self._is_excused = False
         self._is_ready.clear()
         self.num_launches += 1
         try:
+            for file in (self._error_file, *self._ready_files):
+                file.unlink(missing_ok=True)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command(), env=self._environ(), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )

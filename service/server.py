@@ -102,8 +102,9 @@ async def serve(
             table.max_connections = max_connections
         _warn_if_open(settings, bound)
 
-    if not await _start(engine, stop_now):
-        return EXIT_FAILED
+    if not await _start(engine, stop):
+        signals.ignore()
+        return EXIT_FAILED if stop_now.is_set() else EXIT_OK
     pairs = zip(servers, listeners, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in pairs]
     beside = [
@@ -137,10 +138,10 @@ async def serve(
     return EXIT_FAILED if engine.failure.done() or stop_now.is_set() else EXIT_OK
 
 
-async def _start(engine: Engine, stop_now: asyncio.Event) -> bool:
-    """Whether it has started; not where `stop_now` came first, as something hangs. Raises what `Engine.start` does."""
+async def _start(engine: Engine, stop: asyncio.Event) -> bool:
+    """Whether it has started; not where `stop` came first, with nothing to drain. Raises what `Engine.start` does."""
     starting = asyncio.create_task(engine.start())
-    await first_of(asyncio.shield(starting), stop_now.wait())
+    await first_of(asyncio.shield(starting), stop.wait())
     if starting.done():
         starting.result()
         return True

@@ -17,8 +17,12 @@ Here = Callable[..., CompletedProcess[str]]
 
 
 def pytest_configure() -> None:
-    """A run that is told to end is interrupted: its fixtures end the processes that they started."""
+    """A run that is told to end is interrupted: its fixtures end the processes that they started.
+
+    Those hear a hangup, also where this run was started by `nohup`.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 import asyncio
 import errno
+import os
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -115,6 +118,22 @@ def test_a_start_that_the_machine_does_not_allow_burns_the_budget(monkeypatch: p
     launcher = Launcher(WAIT, max_restarts=1)
     with pytest.raises(BudgetSpentError, match=r"lost 2 times .* cannot be started: Resource temporarily unavailable"):
         asyncio.run(asyncio.wait_for(launcher.run(), 30))
+
+
+def test_a_start_without_a_file_to_open_burns_the_budget() -> None:
+    launcher, (soft, hard) = Launcher(WAIT, max_restarts=1), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def run() -> None:
+        with open(os.devnull) as spare:  # noqa: ASYNC230, PTH123 - the lowest number that is free
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare.fileno(), hard))
+            try:
+                await asyncio.wait_for(launcher.run(), 30)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    with pytest.raises(BudgetSpentError, match=r"lost 2 times .* cannot be started: Too many open files"):
+        asyncio.run(run())
+    shutil.rmtree(launcher._folder.name)
 
 
 def test_workers_of_a_front_end_elsewhere_pause_after_a_clean_end() -> None:
