@@ -103,19 +103,6 @@ def test_a_start_without_decode_processes_stops_with_the_reason(tmp_path: Path) 
     assert "Traceback" not in ended.stderr
 
 
-def test_a_signal_ends_a_start_whose_decode_processes_hang(tmp_path: Path) -> None:
-    program = "import sys, time\nif 'service.decode_process' in sys.orig_argv:\n    time.sleep(600)\n"
-    (tmp_path / "sitecustomize.py").write_text(program)
-    service = RunningService(["--model", str(MODEL)], {"PYTHONPATH": str(tmp_path)})
-    wait_until(lambda: bool(decoders_of(service)))
-    pids = descendants(service.process.pid)
-    service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(20) == 0  # not START_TIMEOUT_S
-    service.stop()
-    assert not any(is_alive(pid) for pid in pids)
-    assert not [line for line in service.log if "Traceback" in line]
-
-
 @pytest.mark.parametrize("subcommand", ["serve", "worker", "check", "demo"])
 def test_too_few_open_files_stop_a_start_with_the_reason(subcommand: str) -> None:
     model = str(MODEL)
