@@ -25,6 +25,12 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_unconfigure() -> None:
+    """End what tests that failed have left: the run would wait for its log."""
+    for service in RunningService.started:
+        service.stop(signal.SIGKILL)
+
+
 @pytest.fixture
 def here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -30,6 +30,8 @@ COMMAND = (sys.executable, "-m", "service")
 class RunningService:
     """A `tpvision serve` process of its own, ready to answer; `log` grows as it writes."""
 
+    started: ClassVar[list["RunningService"]] = []
+
     def __init__(
         self,
         arguments: list[str],
@@ -46,6 +48,7 @@ class RunningService:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read_log)
         self._reader.start()
+        self.started.append(self)
 
     def wait_ready(self) -> "RunningService":
         if not self._ready.wait(START_TIMEOUT_S) or not self.url:
