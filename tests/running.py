@@ -145,15 +145,14 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    """`timeout_s` is for a busy machine; where a time is promised, name it."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     """`wait_until` on a loop."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -113,6 +113,12 @@ def test_too_few_open_files_stop_a_start_with_the_reason(subcommand: str) -> Non
     assert ended.stderr == "tpvision: 20 open files are allowed here (ulimit -n), and at least 64 are needed\n"
 
 
+def test_a_low_limit_of_open_files_is_raised_as_far_as_that_is_allowed() -> None:
+    command = ["prlimit", "--nofile=20:4096", *COMMAND, "check", str(MODEL)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_variables_of_other_tools_do_no_harm() -> None:
     environ = {"WEB_CONCURRENCY": "four", "WORLD_SIZE": "7", "RANK": "5", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
     service = RunningService(["--model", str(MODEL), "--tp", "2"], environ).wait_ready()

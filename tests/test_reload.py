@@ -80,7 +80,9 @@ class Reloading:
         self.write(text)
         before = len(self.service.log)
         os.kill(pid or self.service.process.pid, signal.SIGHUP)
-        wait_until(lambda: any(DONE.match(line) for line in said(self.service, before)))
+        wait_until(
+            lambda: any(DONE.match(line) for line in said(self.service, before)), timeout_s=30
+        )  # reads for up to 10
         return [line for line in said(self.service, before) if "reloaded" in line]
 
     @property
