@@ -62,7 +62,7 @@ class Dispatcher:
 
     def start(self, group: WorkerGroup) -> None:
         """Learn from what a group that is ready has measured, and feed it until it is lost."""
-        self._modes.learn(group.readiness[0].timings)
+        self._modes.learn([ready.timings for ready in group.readiness.values()])
         slowest_s = max(ready.warm_up_s for ready in group.readiness.values())
         warm_up_patches = group.readiness[0].warm_up_patches
         self.tier_times.note(BatchTime(warm_up_patches, 1, slowest_s))

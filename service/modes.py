@@ -1,8 +1,9 @@
 """Chooses tensor- or data-parallel for each batch, by what each mode is predicted to take.
 
 A mode's time is a line: a + b * cost, where cost is the batch's for "tp" and the most loaded rank's for "dp", in patch
-equivalents (`EncoderSpec.cost`). Ranks time two sizes in both modes before they are ready; every batch after that moves
-its mode's line. Errors count relative to the time taken, and old batches fade. No I/O; called by service/dispatch.py.
+equivalents (`EncoderSpec.cost`). Ranks time two batches in both modes before they are ready; every batch after that
+moves its mode's line. Errors count relative to the time taken, and old batches fade. No I/O; called by
+service/dispatch.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,12 +57,14 @@ class ModeChooser:
         self._world_size = world_size
         self._lines: dict[Mode, Line] = {}
 
-    def learn(self, timings: Iterable[wire.Timing]) -> None:
-        """Start from what a group measured; none where its ranks hold shards only. Later groups change nothing."""
+    def learn(self, timings: Iterable[Sequence[wire.Timing]]) -> None:
+        """Start from what each rank of a group measured: nothing on a shard. Later groups change nothing."""
         if self._lines:
             return
-        for timing in timings:
-            self._lines.setdefault(timing.mode, Line()).add(self._spec.cost(timing.num_patches), timing.seconds)
+        for same in zip(*timings, strict=True):
+            slowest = max(same, key=lambda timing: timing.seconds)  # a batch ends with its last rank
+            self._lines.setdefault(slowest.mode, Line())
+            self.note(slowest.mode, [self._spec.cost(slowest.num_patches)] * slowest.num_images, slowest.seconds)
 
     def choose(self, costs: Sequence[float]) -> Choice:
         """The quicker mode for a batch of images of these costs."""

@@ -45,9 +45,11 @@ def test_many_small_images_come_out_as_each_does_alone(resident: RunningService)
 def test_the_memory_of_all_weights_is_planned(resident: RunningService) -> None:
     capacity = resident.client.get("/v1/capacity").json()
     assert [rank["weights_bytes"] for rank in capacity["ranks"]] == [capacity["per_rank"]["weights_bytes"]] * 2
-    assert {(timing["mode"], timing["num_patches"]) for timing in capacity["ranks"][0]["timings"]} == {
-        ("tp", 64),
-        ("tp", 256),
-        ("dp", 64),
-        ("dp", 256),
+    assert {
+        (timing["mode"], timing["num_images"], timing["num_patches"]) for timing in capacity["ranks"][0]["timings"]
+    } == {
+        ("tp", 2, 64),
+        ("tp", 2, 256),
+        ("dp", 2, 64),
+        ("dp", 2, 256),
     }

@@ -10,9 +10,14 @@ from typing import Literal
 Mode = Literal["tp", "dp"]
 
 
-def timing_sizes(smallest_tier: int) -> tuple[int, int]:
-    """Patches of the two images that a rank times in both modes before it is ready: a line goes through two points."""
-    return max(4, smallest_tier // 64 * 4), max(8, smallest_tier // 16 * 4)
+def timing_sizes(smallest_tier: int, world_size: int) -> tuple[int, int]:
+    """Patches of each image in the two batches that ranks time in both modes before they are ready: a line needs two.
+
+    A batch has an image for each rank, an eighth and a half of the tier together: the least for which data parallelism
+    can be the quicker one. A lone image's time leaves out what tensor parallelism takes for each further image.
+    """
+    share = smallest_tier // world_size
+    return max(4, share // 32 * 4), max(8, share // 8 * 4)
 
 
 def assign_images(costs: Sequence[float], world_size: int) -> list[list[int]]:

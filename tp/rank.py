@@ -193,8 +193,8 @@ def _start(control: ControlClient, settings: Settings, group_index: int) -> tupl
     timings: list[wire.Timing] = []
     if settings.parallel.resident == "full" and world_size > 1:
         timings = [
-            wire.Timing(mode=mode, num_patches=size, seconds=seconds)
-            for mode, size, seconds in runner.time_modes(timing_sizes(tiers[0]))
+            wire.Timing(mode=mode, num_images=world_size, num_patches=size, seconds=seconds)
+            for mode, size, seconds in runner.time_modes(timing_sizes(tiers[0], world_size))
         ]
     control.send(
         wire.Ready(

@@ -187,7 +187,7 @@ class Runner:
 
     def warm_up(self, num_patches: int) -> EncodeReport:
         """Encode one black image of `num_patches` (a multiple of 4), as near to a square as they allow."""
-        return self.encode(*self._black_image(num_patches))
+        return self.encode(*self._black_images(num_patches, 1))
 
     @torch.inference_mode()
     def capture(self, tiers: Sequence[int]) -> tuple[int, ...]:
@@ -197,20 +197,23 @@ class Runner:
         return tuple(sorted({graph.num_patches for graph in self._graphs}))
 
     def time_modes(self, sizes: Sequence[int]) -> list[tuple[Mode, int, float]]:
-        """What one image of each of these patch counts takes in each mode: (mode, patches, seconds), the better of two.
+        """What one image a rank, of each of these patch counts, takes in each mode: (mode, patches, seconds).
 
-        In data-parallel mode all ranks encode at once, as they do in a batch.
+        The better of two, in turns, so that a machine that slows down slows both modes. In data-parallel mode all ranks
+        encode at once, as they do in a batch.
         """
         times: list[tuple[Mode, int, float]] = []
         for size in sizes:
-            image = self._black_image(size)
-            times.append(("tp", size, min(_total_s(self.encode(*image)) for _ in range(2))))
-            times.append(("dp", size, min(_total_s(self.encode_alone(*image)) for _ in range(2))))
+            one, batch = self._black_images(size, 1), self._black_images(size, self._group.world_size)
+            runs = [(_total_s(self.encode(*batch)), _total_s(self.encode_alone(*one))) for _ in range(2)]
+            together, alone = zip(*runs, strict=True)
+            times += [("tp", size, min(together)), ("dp", size, min(alone))]
         return times
 
-    def _black_image(self, num_patches: int) -> tuple[list[Grid], list[Bytes]]:
+    def _black_images(self, num_patches: int, num_images: int) -> tuple[list[Grid], list[Bytes]]:
         grid = Grid.squarest(num_patches)
-        return [grid], [np.zeros((grid.num_patches, self.spec.patch_bytes), np.uint8)]
+        pixels = np.zeros((grid.num_patches, self.spec.patch_bytes), np.uint8)
+        return [grid] * num_images, [pixels] * num_images
 
     def memory(self) -> RankMemory:
         """What the rank holds now, and on CUDA has held at most."""

@@ -26,7 +26,7 @@ from tp.settings import Settings
 from tp.slab import Run
 from tp.spec import EncoderSpec, Grid
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_PAYLOAD_BYTES = 2**20
 MAX_IMAGES_PER_BATCH = 4096
 
@@ -120,12 +120,13 @@ class Progress(Message):
 
 
 class Timing(BaseModel):
-    """What one image of this size took in this mode, on a rank that is warm."""
+    """What a batch of images of one size took in this mode, on a rank that is warm."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     mode: Mode
-    num_patches: int = Field(gt=0)
+    num_images: int = Field(gt=0)
+    num_patches: int = Field(gt=0, description="Of each image.")
     seconds: float = Field(gt=0)
 
 

@@ -83,9 +83,9 @@ class Entrant:
         chooser = ModeChooser(spec, self.contender.world_size)
         smallest_tier = self.contender.settings.capacity.patch_capacities[0]
         for rank in self.ranks:
-            rank.send(TimeModes(sizes=timing_sizes(smallest_tier)))
+            rank.send(TimeModes(sizes=timing_sizes(smallest_tier, self.contender.world_size)))
         answers = [Timings.model_validate_json(rank.receive()) for rank in self.ranks]
-        chooser.learn(answers[0].timings)  # as a dispatcher does
+        chooser.learn([answer.timings for answer in answers])  # as a dispatcher does
         return chooser
 
     def _forward(

@@ -7,10 +7,12 @@ import pytest
 
 from service.modes import Line, ModeChooser
 from tp import wire
-from tp.modes import Mode, makespan
+from tp.modes import Mode, makespan, timing_sizes
 from tp.spec import PUBLISHED_K3
 
 COST = PUBLISHED_K3.cost
+MODES: tuple[Mode, ...] = ("tp", "dp")
+SIZES = timing_sizes(1024, 2)
 
 
 def truth(mode: Mode, costs: list[float]) -> float:
@@ -20,13 +22,17 @@ def truth(mode: Mode, costs: list[float]) -> float:
 
 def learnt(noise: float = 0.0) -> ModeChooser:
     chooser = ModeChooser(PUBLISHED_K3, 2)
-    modes: tuple[Mode, ...] = ("tp", "dp")
     rng = random.Random(1)
-    chooser.learn(
-        wire.Timing(mode=mode, num_patches=n, seconds=truth(mode, [COST(n)]) * (1 + noise * rng.uniform(-1, 1)))
-        for mode, n in itertools.product(modes, (64, 256))
-    )
+    timings = [
+        timing(mode, n, truth(mode, [COST(n)] * 2) * (1 + noise * rng.uniform(-1, 1)))
+        for mode, n in itertools.product(MODES, SIZES)
+    ]
+    chooser.learn([timings, timings])
     return chooser
+
+
+def timing(mode: Mode, num_patches: int, seconds: float) -> wire.Timing:
+    return wire.Timing(mode=mode, num_images=2, num_patches=num_patches, seconds=seconds)
 
 
 def test_a_line_goes_through_its_points() -> None:
@@ -66,6 +72,37 @@ def test_within_5_percent_of_the_better_mode_on_a_mix_of_sizes() -> None:
             chosen += seconds
             best += min(truth("tp", costs), truth("dp", costs))
     assert chosen <= 1.05 * best
+
+
+def test_what_each_further_image_takes_is_learnt_before_the_first_batch() -> None:
+    """A lone image says that tp is the quicker mode; but it takes 30 ms more for each further one."""
+
+    def seconds(mode: Mode, costs: list[float]) -> float:
+        return 0.03 * len(costs) + 2e-3 * sum(costs) if mode == "tp" else 0.031 + 4e-3 * makespan(costs, 2)
+
+    chooser = ModeChooser(PUBLISHED_K3, 2)
+    chooser.learn([[timing(mode, n, seconds(mode, [COST(n)] * 2)) for mode in MODES for n in SIZES]])
+    for batch in ([COST(256)] * 4, [COST(256)] * 64, [COST(64)] * 16):
+        assert chooser.choose(batch).mode == min(MODES, key=lambda mode: seconds(mode, batch)) == "dp"
+
+
+def test_a_batch_is_as_slow_as_its_slowest_rank() -> None:
+    chooser = ModeChooser(PUBLISHED_K3, 2)
+    quick = [timing("tp", n, 1.0) for n in SIZES] + [timing("dp", n, 0.9) for n in SIZES]
+    slow = [timing("tp", n, 1.0) for n in SIZES] + [timing("dp", n, 1.1) for n in SIZES]
+    chooser.learn([quick, slow])
+    choice = chooser.choose([COST(256)] * 2)
+    assert choice.mode == "tp"
+    assert choice.predicted_s["dp"] == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("smallest_tier", [256, 1024, 4096])
+def test_what_is_timed_fits_the_smallest_tier(smallest_tier: int, world_size: int) -> None:
+    small, large = timing_sizes(smallest_tier, world_size)
+    assert 0 < small < large
+    assert large * world_size <= smallest_tier
+    assert small % 4 == large % 4 == 0
 
 
 def test_old_times_fade() -> None:

@@ -52,7 +52,7 @@ class Ran(_Message):
 
 
 class TimeModes(_Message):
-    """Time one image of each of these patches in both modes, as a serving rank does; answered by `Timings`."""
+    """Time an image a rank, of each of these patches, in both modes, as a serving rank does; answered by `Timings`."""
 
     kind: Literal["time_modes"] = "time_modes"
     sizes: tuple[int, ...]

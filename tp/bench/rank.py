@@ -161,7 +161,10 @@ class BenchRank:
     def _time_modes(self, command: TimeModes) -> Timings:
         times = self._runner.time_modes(command.sizes)
         return Timings(
-            timings=tuple(Timing(mode=mode, num_patches=size, seconds=seconds) for mode, size, seconds in times)
+            timings=tuple(
+                Timing(mode=mode, num_images=self._group.world_size, num_patches=size, seconds=seconds)
+                for mode, size, seconds in times
+            )
         )
 
     @property

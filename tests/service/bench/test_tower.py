@@ -167,11 +167,12 @@ def chooser_of(dp_factor: float) -> ModeChooser:
     """For two ranks; an image takes so many times as long in data-parallel mode."""
     chooser = ModeChooser(PUBLISHED_K3, 2)
     sizes = {size: PUBLISHED_K3.cost(size) / 1000 for size in (64, 256)}
-    chooser.learn(
-        Timing(mode=mode, num_patches=size, seconds=factor * seconds)
-        for mode, factor in (("tp", 1.0), ("dp", dp_factor))
+    timings = [
+        Timing(mode=mode, num_images=2, num_patches=size, seconds=factor * seconds)
+        for mode, factor in (("tp", 2.0), ("dp", dp_factor))  # tp encodes both, dp one on each rank
         for size, seconds in sizes.items()
-    )
+    ]
+    chooser.learn([timings])
     return chooser
 
 
