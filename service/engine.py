@@ -422,24 +422,6 @@ class Engine:
         await self._decoders.stop()
         self.slab.close()
 
-    def _make_plan(self) -> CapacityPlan:
-        num_cores = len(os.sched_getaffinity(0))
-        return plan_capacity(self.spec, self.settings, num_cores=num_cores, slab_patches=self.layout.num_patches)
-
-    def _note_ready(self, group: WorkerGroup) -> None:
-        for number, ready in sorted(group.readiness.items()):
-            log.info(
-                "group %d rank %d on %s: weights %d bytes planned, %d loaded; slab %d planned, %d mapped; "
-                "scratch up to %d planned; resident now %d",
-                *(group.index, number, ready.device, self.plan.weights_bytes, ready.weights_bytes),
-                *(self.plan.slab_bytes, ready.slab_bytes, self.plan.scratch_bytes, ready.resident_bytes),
-            )
-        self._dispatcher.start(group)
-        self.ready.set()
-
-    def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
-        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good"))
-
     def describe_capacity(self) -> dict[str, Any]:
         """The plan in force, what tiers really take and ranks really hold, and what is in flight."""
         ranks = [
@@ -464,6 +446,24 @@ class Engine:
         limit = {"largest_tier_without_restart": self.started_with.capacity.max_patches_per_image}
         image = self.settings.image.model_dump(include={"orientation", "gray16"})
         return {**plan, **limit, "image": image, "ranks": ranks, "in_flight": in_flight, "requests": requests}
+
+    def _make_plan(self) -> CapacityPlan:
+        num_cores = len(os.sched_getaffinity(0))
+        return plan_capacity(self.spec, self.settings, num_cores=num_cores, slab_patches=self.layout.num_patches)
+
+    def _note_ready(self, group: WorkerGroup) -> None:
+        for number, ready in sorted(group.readiness.items()):
+            log.info(
+                "group %d rank %d on %s: weights %d bytes planned, %d loaded; slab %d planned, %d mapped; "
+                "scratch up to %d planned; resident now %d",
+                *(group.index, number, ready.device, self.plan.weights_bytes, ready.weights_bytes),
+                *(self.plan.slab_bytes, ready.slab_bytes, self.plan.scratch_bytes, ready.resident_bytes),
+            )
+        self._dispatcher.start(group)
+        self.ready.set()
+
+    def _fail_waiting(self, failure: asyncio.Future[Exception]) -> None:
+        self._batcher.fail_all(lambda: WorkersLost("the worker groups are gone for good"))
 
     def _read_state(self) -> ServiceState:
         groups = self._groups

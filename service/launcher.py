@@ -174,9 +174,9 @@ class GroupLauncher:
             self._losses.append((now, self._incarnation))
         self._losses = [loss for loss in self._losses if now - loss[0] <= limits.restart_window_s]
         if len(self._losses) > limits.max_restarts:
+            times = "once" if len(self._losses) == 1 else f"{len(self._losses)} times"
             raise BudgetSpentError(
-                f"group {self._group} was lost {len(self._losses)} times within {limits.restart_window_s:g} s; "
-                f"root cause: {cause.text}"
+                f"group {self._group} was lost {times} within {limits.restart_window_s:g} s; root cause: {cause.text}"
             )
         delay_s = _BACK_OFF_S[min(len(self._losses), len(_BACK_OFF_S) - 1)]
         log.warning("group %d was lost (%s); starting it again in %g s", self._group, cause.text, delay_s)

@@ -70,12 +70,7 @@ class MoonViT(nn.Module):
     @torch.inference_mode()
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """uint8 [N, 588] -> [T, text hidden], all merged tokens on every rank."""
-        return self.gather(self.encode_share(pixels, grids), grids)
-
-    @torch.inference_mode()
-    def encode_share(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [N, 588] -> [S, text hidden]: the tokens of this rank's share, then zeros."""
-        return self.encode_rows(self.embed(pixels, grids), self.pack(grids))
+        return self.gather(self.encode_rows(self.embed(pixels, grids), self.pack(grids)), grids)
 
     def pack(self, grids: Sequence[Grid]) -> Packing:
         """What these grids, in this order, mean for the rows of a batch."""

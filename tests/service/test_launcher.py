@@ -120,6 +120,11 @@ def test_a_start_that_the_machine_does_not_allow_burns_the_budget(monkeypatch: p
         asyncio.run(asyncio.wait_for(launcher.run(), 30))
 
 
+def test_a_budget_of_no_restart_is_spent_with_the_first_loss() -> None:
+    with pytest.raises(BudgetSpentError, match="was lost once within"):
+        asyncio.run(asyncio.wait_for(Launcher("raise SystemExit(3)", max_restarts=0).run(), 30))
+
+
 def test_a_start_without_a_file_to_open_burns_the_budget() -> None:
     launcher, (soft, hard) = Launcher(WAIT, max_restarts=1), resource.getrlimit(resource.RLIMIT_NOFILE)
 
