@@ -20,7 +20,8 @@ from tp.spec import ITEMSIZE, Dtype, EncoderSpec
 ROW_CHUNK = 2048  # patches that a layer's scratch is sized for, as large matrix products want no more
 NARROW_RUN = 128  # patches that an elementwise step on a CPU takes at a time: its float32 copies stay in a core's cache
 FEWEST_QUERIES, MOST_QUERIES = 128, 512  # whose scores attention on a CPU holds at a time
-_SCORES = 2**19  # so many stay near a core's second-level cache
+_SCORES_OF_ONE = 2**19  # so many stay near a core's second-level cache
+_SCORES_OF_SEVERAL = 2**23  # threads: each product starts and joins them; more, and malloc maps the scores each time
 
 Factor = tuple[int, str]  # a count and what it counts
 Rows = tuple["MemoryRow", ...]
@@ -121,17 +122,18 @@ def arena_rows(spec: EncoderSpec, *, num_patches: int, dtype: Dtype) -> Rows:
 
 
 def query_run(num_patches: int, threads: int) -> int:
-    """Queries of an image of that size whose scores attention on a CPU holds at a time: the more keys, the fewer.
-
-    `threads` share them, each with a second-level cache of its own.
-    """
-    return max(FEWEST_QUERIES, min(MOST_QUERIES, _SCORES * threads // num_patches // 32 * 32))
+    """Queries of an image of that size whose scores attention on a CPU holds at a time: the more keys, the fewer."""
+    return max(FEWEST_QUERIES, min(MOST_QUERIES, _scores(threads) // num_patches // 32 * 32))
 
 
 def most_scores(num_patches: int, threads: int) -> int:
     """Scores that attention on a CPU holds at a time at most, of images of up to so many patches."""
-    of_shorter = min(num_patches, MOST_QUERIES) * min(num_patches, _SCORES * threads // MOST_QUERIES)
+    of_shorter = min(num_patches, MOST_QUERIES) * min(num_patches, _scores(threads) // MOST_QUERIES)
     return max(of_shorter, min(num_patches, FEWEST_QUERIES) * num_patches)
+
+
+def _scores(threads: int) -> int:
+    return _SCORES_OF_ONE if threads == 1 else _SCORES_OF_SEVERAL
 
 
 def scratch_rows(

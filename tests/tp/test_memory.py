@@ -79,11 +79,11 @@ def test_formulas_multiply_to_their_bytes() -> None:
         assert math.prod(counts) == row.num_bytes, row
 
 
-def test_runs_of_queries_shrink_with_patches_and_grow_with_threads() -> None:
-    sizes = (4, 1024, 3072, 4096, 65_536)
-    assert [query_run(size, 1) for size in sizes] == [512, 512, 160, 128, 128]
-    assert [query_run(size, 2) for size in sizes] == [512, 512, 320, 256, 128]
-    assert [query_run(size, 64) for size in sizes] == [512, 512, 512, 512, 512]
+def test_runs_of_queries_shrink_with_patches_and_are_longer_for_several_threads() -> None:
+    sizes = (4, 1024, 3072, 4096, 16_384, 32_768, 65_536, 262_144)
+    assert [query_run(size, 1) for size in sizes] == [512, 512, 160, 128, 128, 128, 128, 128]
+    assert [query_run(size, 2) for size in sizes] == [512, 512, 512, 512, 512, 256, 128, 128]
+    assert [query_run(size, 64) for size in sizes] == [query_run(size, 2) for size in sizes]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7, 64])
