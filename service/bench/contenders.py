@@ -19,7 +19,7 @@ BASELINE = "stock torch"
 _ABLATIONS: dict[str, KernelSet] = {
     "stock linears": "stock-linears",
     "stock attention": "stock-attention",
-    "runs of 512": "long-runs",
+    "runs of 128": "short-runs",
     "unpacked keys": "unpacked-keys",
 }
 

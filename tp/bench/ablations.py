@@ -6,6 +6,7 @@ from torch import Tensor
 from tp.attention import Sequences, attend_by_image, attend_in_runs, describe_by_image
 from tp.bench.messages import KernelSet
 from tp.kernels import STOCK, Gelu, Kernels, OneDNNKernels
+from tp.memory import FEWEST_QUERIES
 
 
 class _Stock(Kernels):
@@ -35,11 +36,11 @@ class _StockAttention(OneDNNKernels):
     describe = Kernels.describe
 
 
-class _LongRuns(OneDNNKernels):
-    """Attention of 512 queries at a time, whatever leaves the caches."""
+class _ShortRuns(OneDNNKernels):
+    """Attention of 128 queries at a time, also where several threads share each product."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-        return attend_in_runs(q, k, v, sequences, self, run_of=lambda _: 512)
+        return attend_in_runs(q, k, v, sequences, self, run_of=lambda _: FEWEST_QUERIES)
 
 
 class _UnpackedKeys(OneDNNKernels):
@@ -55,6 +56,6 @@ KERNELS: dict[KernelSet, Kernels | None] = {
     "stock": _Stock(),
     "stock-linears": _StockLinears(),
     "stock-attention": _StockAttention(),
-    "long-runs": _LongRuns(),
+    "short-runs": _ShortRuns(),
     "unpacked-keys": _UnpackedKeys(),
 }

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from tp.modes import Mode
 from tp.wire import Timing
 
-KernelSet = Literal["fastest", "stock", "stock-linears", "stock-attention", "long-runs", "unpacked-keys"]
+KernelSet = Literal["fastest", "stock", "stock-linears", "stock-attention", "short-runs", "unpacked-keys"]
 
 
 class _Message(BaseModel):

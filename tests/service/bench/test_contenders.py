@@ -54,7 +54,7 @@ def test_each_improvement_is_left_out_once() -> None:
         "1 rank",
         "1 rank, stock linears",
         "1 rank, stock attention",
-        "1 rank, runs of 512",
+        "1 rank, runs of 128",
         "1 rank, unpacked keys",
     ]
     assert {who.kernels for who in alone} | {"stock"} == set(get_args(KernelSet))
